@@ -1,0 +1,1 @@
+"""Side-by-side measurements of the vision encoders."""

@@ -1,0 +1,1 @@
+"""What a bundle is, and running one. Imports nothing else of turbovit."""

@@ -1,0 +1,261 @@
+"""A bundle: a folder with a manifest, graphs, engines, processor files and reference outputs.
+
+`manifest.json` is the only point of commit: a folder without one is not a bundle, and a file that it does not
+name is not part of the bundle. Its last entry is the sha256 of everything before it, so that a changed byte
+anywhere is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from turbovit.engines.errors import BundleError
+from turbovit.engines.store import file_sha256
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An engine input or output.
+
+    Attributes:
+        shape: one entry a dimension: a number, a symbol (``"images"``) or a multiple of one (``"4*merged"``).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and sha256 of one file of the bundle."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint a bundle was built from.
+
+    Attributes:
+        name: the hub id, or the folder's path.
+        tensors_sha256: hash over names, dtypes, shapes and bytes of the vision tensors, in order of name.
+        config: the config entries that shape the tower.
+    """
+
+    name: str
+    tensors_sha256: str
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """How far one output is from the reference tower's, at worst over all certified shapes.
+
+    Attributes:
+        relative_l2: largest ``||got - expected|| / ||expected||`` of any row of the batch.
+        worst_cosine: smallest cosine similarity between a token's vector and the reference's.
+        max_abs: largest absolute difference.
+        finite: whether every value is finite.
+    """
+
+    output: str
+    relative_l2: float
+    worst_cosine: float
+    max_abs: float
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of comparing an engine with the float32 reference tower on the same weights.
+
+    Attributes:
+        ran_on: runtime, version and device that ran the engine.
+        shapes: the input shapes that were run.
+        bound: what the verdict is based on, in words.
+    """
+
+    ran_on: str
+    shapes: tuple[str, ...]
+    outputs: tuple[OutputError, ...]
+    bound: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One compiled form of the tower.
+
+    Attributes:
+        runtime: ``onnxruntime``, ``tensorrt`` or ``tensorrt_rtx``.
+        version: of the runtime that built it.
+        precision: ``fp32``, ``fp16`` or ``bf16``.
+        attention: the form attention has in the graph (see `turbovit.export.rewrites`).
+        file: the graph or engine file.
+        architectures: GPU architectures it was compiled for; empty where it runs on any device.
+        certificate: None where it never ran.
+        not_run: why there is no certificate.
+    """
+
+    runtime: str
+    version: str
+    precision: str
+    attention: str
+    file: str
+    architectures: tuple[str, ...] = ()
+    certificate: Certificate | None = None
+    not_run: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """``passed``, ``failed`` or ``not run``."""
+        if self.certificate is None:
+            return "not run"
+        return "passed" if self.certificate.passed else "failed"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a bundle says about itself.
+
+    Attributes:
+        limits: the largest value a symbol of the input shapes may take in one engine run.
+        facts: what the family's preprocessor and glue need to know (token counts, ids, sizes).
+        reference: file with sample inputs and the float32 reference tower's outputs for them.
+        tools: versions of the packages that built it.
+    """
+
+    family: str
+    architecture: str
+    source: Source
+    limits: dict[str, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    facts: dict[str, Any]
+    reference: str
+    engines: tuple[Engine, ...]
+    tools: dict[str, str]
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def identity(self) -> str:
+        """sha256 over what makes this bundle another one: tensors, config, facts and limits."""
+        parts = [self.family, self.source.tensors_sha256, self.source.config, self.facts, self.limits]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def engine(self, runtime: str, precision: str) -> Engine | None:
+        """The engine for `runtime` in `precision`, or None."""
+        return next((e for e in self.engines if (e.runtime, e.precision) == (runtime, precision)), None)
+
+
+_ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: where it lies and what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, name: str) -> Path:
+        """The path of one of the bundle's files."""
+        return self.path / name
+
+
+def text_from_manifest(manifest: Manifest) -> str:
+    """The exact text of `manifest.json`, ending with the sha256 of all that stands before it."""
+    body = json.dumps(_ADAPTER.dump_python(manifest, mode="json"), indent=2, sort_keys=True)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{body[:-2]},\n  "sha256": "{digest}"\n}}\n'
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` in one atomic step: a reader sees the old manifest or the new one."""
+    temporary = folder / f".{MANIFEST}.{os.getpid()}"
+    temporary.write_text(text_from_manifest(manifest))
+    os.replace(temporary, folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check `manifest.json` alone, not the files that it names.
+
+    Raises:
+        BundleError: missing, not JSON, of another schema, changed since it was written.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(
+            f"{folder} is not a turbovit bundle: {MANIFEST} cannot be read ({error}); "
+            f"make one with: turbovit build MODEL -o {folder}"
+        ) from None
+    try:
+        data = json.loads(text)
+        schema = data.get("schema")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise BundleError(f"{path} is damaged: {error}; {_rebuild(folder)}") from None
+    if schema != SCHEMA:
+        raise BundleError(f"{path} has schema {schema!r}, this turbovit reads {SCHEMA}; {_rebuild(folder)}")
+    data.pop("sha256", None)
+    try:
+        manifest = _ADAPTER.validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BundleError(f"{path} is damaged at {where}: {first['msg']}; {_rebuild(folder)}") from None
+    if text_from_manifest(manifest) != text:
+        raise BundleError(f"{path} was changed after it was written (its sha256 differs); {_rebuild(folder)}")
+    return manifest
+
+
+def open_bundle(folder: str | Path, *, use_hash_cache: bool = True) -> Bundle:
+    """Open a bundle and check that every file is there and unchanged.
+
+    Args:
+        folder: the bundle's folder.
+        use_hash_cache: take a file's sha256 from the store's index where size and modification time are as
+            they were when it was computed; False hashes every byte again.
+
+    Raises:
+        BundleError: says which file, what was found and what was expected.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        _check_file(folder, name, entry, use_hash_cache)
+    return Bundle(folder, manifest)
+
+
+def _check_file(folder: Path, name: str, entry: FileEntry, use_hash_cache: bool) -> None:
+    path = folder / name
+    if not path.is_file():
+        raise BundleError(
+            f"{folder} lacks the file {name} that its manifest names: copy the whole folder, or {_rebuild(folder)}"
+        )
+    size = path.stat().st_size
+    if size != entry.size:
+        raise BundleError(f"{path} has {size} bytes, its manifest says {entry.size}; {_rebuild(folder)}")
+    digest = file_sha256(path, use_cache=use_hash_cache)
+    if digest != entry.sha256:
+        raise BundleError(
+            f"{path} is damaged: sha256 {digest[:12]}..., its manifest says {entry.sha256[:12]}...; {_rebuild(folder)}"
+        )
+
+
+def _rebuild(folder: Path) -> str:
+    return f"delete {folder} and build it again: turbovit build MODEL -o {folder}"

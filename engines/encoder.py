@@ -1,0 +1,138 @@
+"""An opened bundle that encodes images: preprocessor, runner and the batching between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from turbovit.engines.bundle import Bundle, Engine, open_bundle
+from turbovit.engines.errors import BundleError, RuntimeUnavailableError
+from turbovit.engines.families import family_from_name, load
+from turbovit.engines.images import ImageLike
+from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor, concatenated_outputs
+from turbovit.engines.runner import Runner
+
+logger = logging.getLogger("turbovit")
+
+PROCESSOR_FOLDER = "processor"
+RUNNERS = {
+    "onnxruntime": "turbovit.engines.ort_runner:OnnxRuntimeRunner",
+    "torch": "turbovit.export.torch_runner:TorchRunner",
+}
+# Best first. torch runs the reference tower and so needs the checkpoint; on a CPU onnxruntime is faster.
+_LADDER = (("onnxruntime", "cuda"), ("torch", "cuda"), ("onnxruntime", "cpu"))
+_PRECISIONS = {"cuda": ("bf16", "fp16", "fp32"), "cpu": ("fp32", "fp16", "bf16")}
+TORCH_ENGINE = Engine(runtime="torch", version=torch.__version__, precision="fp32", attention="sdpa", file="")
+
+
+class Encoder:
+    """Encodes images with one engine. Safe to call from several threads."""
+
+    def __init__(self, bundle: Bundle, runner: Runner):
+        self.bundle = bundle
+        self.manifest = bundle.manifest
+        self.runner = runner
+        family = family_from_name(self.manifest.family)
+        self.preprocessor: Preprocessor = load(family.preprocessor)(bundle.path / PROCESSOR_FOLDER, self.manifest.facts)
+        batch_symbol = self.manifest.inputs[0].shape[0]
+        self._limit = self.manifest.limits[str(batch_symbol)]
+
+    def encode(self, images: Sequence[ImageLike]) -> list[Encoded]:
+        """Features of every image, in order.
+
+        Args:
+            images: PIL images, uint8 arrays [height, width, channels] or paths.
+
+        Raises:
+            InputError: an image cannot be used; says which and why.
+        """
+        return self.encode_pixels([self.preprocessor.pixels_from_image(image) for image in images])
+
+    def encode_pixels(self, items: Sequence[Pixels], max_batch: int | None = None) -> list[Encoded]:
+        """As `encode`, from what the preprocessor made.
+
+        Rows of one group share engine runs of at most `max_batch` rows (and never more than the bundle's
+        limit); the results do not depend on how they were shared.
+        """
+        limit = min(self._limit, max_batch or self._limit)
+        results: dict[int, Encoded] = {}
+        for group in dict.fromkeys(item.group for item in items):
+            members = [index for index, item in enumerate(items) if item.group == group]
+            outputs = self._run_group(torch.cat([items[index].rows for index in members]), group, limit)
+            start = 0
+            for index in members:
+                stop = start + len(items[index].rows)
+                rows = {name: tensor[start:stop] for name, tensor in outputs.items()}
+                results[index] = self.preprocessor.encoded_from_rows(rows, items[index])
+                start = stop
+        return [results[index] for index in range(len(items))]
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.runner.close()
+
+    def _run_group(self, rows: torch.Tensor, group: Hashable, limit: int) -> dict[str, torch.Tensor]:
+        parts = rows.split(limit)
+        return concatenated_outputs(
+            [self.runner.run(self.preprocessor.inputs_from_rows(part, group)) for part in parts]
+        )
+
+
+def open_encoder(bundle: str | Path | Bundle, runtime: str = "auto", device: str = "auto") -> Encoder:
+    """Open a bundle for encoding.
+
+    Args:
+        bundle: a bundle's folder.
+        runtime: ``auto``, ``onnxruntime`` or ``torch``. ``auto`` takes the best that works here and logs one
+            line that says which, and why not the ones before it.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        BundleError: the bundle is damaged or holds no engine for this.
+        RuntimeUnavailableError: the runtime or device is not here.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+    reasons: list[str] = []
+    for name, target in _candidates(runtime, device):
+        engine = _engine(opened, name, target)
+        runner_class: type[Runner] = load(RUNNERS[name])
+        reason = "the bundle has no engine for it" if engine is None else runner_class.unavailable(target)
+        if engine is not None and reason is None:
+            try:
+                runner = runner_class.open(opened, engine, target)
+            except (RuntimeUnavailableError, BundleError) as error:
+                reason = str(error)
+                if runtime != "auto":
+                    raise
+            else:
+                passed_over = f" (not {'; '.join(reasons)})" if reasons else ""
+                logger.info("%s runs on %s%s", opened.path.name, runner.description, passed_over)
+                return Encoder(opened, runner)
+        reasons.append(f"{name} on {target}: {reason}")
+    raise RuntimeUnavailableError(f"{opened.path} cannot run here: {'; '.join(reasons)}")
+
+
+def _candidates(runtime: str, device: str) -> Iterable[tuple[str, torch.device]]:
+    if runtime != "auto" and runtime not in RUNNERS:
+        raise RuntimeUnavailableError(f"unknown runtime {runtime!r}; available: auto, {', '.join(RUNNERS)}")
+    try:
+        wanted = None if device == "auto" else torch.device(device)
+    except RuntimeError:
+        raise RuntimeUnavailableError(f"unknown device {device!r}; expected auto, cpu, cuda or cuda:N") from None
+    if runtime == "auto":
+        ladder: Iterable[tuple[str, str]] = _LADDER
+    else:
+        ladder = ((runtime, "cuda"), (runtime, "cpu"))
+    for name, kind in ladder:
+        if wanted is None or wanted.type == kind:
+            yield name, wanted or torch.device(kind)
+
+
+def _engine(bundle: Bundle, runtime: str, device: torch.device) -> Engine | None:
+    if runtime == "torch":
+        return TORCH_ENGINE
+    engines = (bundle.manifest.engine(runtime, precision) for precision in _PRECISIONS[device.type])
+    return next((engine for engine in engines if engine is not None), None)

@@ -1,0 +1,51 @@
+"""Every error that turbovit raises on purpose.
+
+A message says what was got, what was expected and what to do. The command line prints it as one line and
+exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+
+class TurbovitError(Exception):
+    """Base of all errors that are about the caller's input or machine, not about a fault in turbovit."""
+
+    exit_code = 2
+
+
+class UnsupportedModelError(TurbovitError):
+    """No family is known for the architecture, or the family cannot do what its config asks for."""
+
+
+class CheckpointError(TurbovitError):
+    """The checkpoint folder, its config or its tensors are missing, damaged or not what the config says."""
+
+
+class BuildError(TurbovitError):
+    """The engine build could not be carried out (export, disk space, a runtime's compiler)."""
+
+
+class CertificationError(TurbovitError):
+    """An engine ran and its outputs are not close enough to the reference tower."""
+
+    exit_code = 1
+
+
+class BundleError(TurbovitError):
+    """A bundle is missing, damaged, of another schema, or holds no engine for what was asked."""
+
+
+class RuntimeUnavailableError(TurbovitError):
+    """The runtime or device asked for is not on this machine."""
+
+
+class EngineInputError(TurbovitError, ValueError):
+    """An engine input has the wrong name, dtype or shape, or lies outside the limits the bundle was built for."""
+
+
+class InputError(TurbovitError, ValueError):
+    """A request's image or message cannot be processed. As a ValueError LMDeploy's server answers it with a 4xx."""
+
+
+class UnsupportedBackendError(TurbovitError, ValueError):
+    """The installed LMDeploy backend has no language model for the architecture."""

@@ -1,0 +1,71 @@
+"""The table of families: one row each, and nothing imported before it is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from turbovit.engines.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """Where the parts of one family live, each as ``module:name``.
+
+    Attributes:
+        name: what the command line and the manifest call the family.
+        architectures: the Hugging Face ``architectures`` entries it serves.
+        tower: the `turbovit.export.tower.Tower` subclass.
+        preprocessor: the `turbovit.engines.preprocessor.Preprocessor` subclass.
+        vision_model: the class that takes the place of LMDeploy's own, and `registry_name` the name it is
+            registered under there.
+        sample: the function that writes a synthetic checkpoint.
+        reference: the `turbovit.benchmarks.reference.Reference` subclass.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    tower: str
+    preprocessor: str
+    vision_model: str
+    registry_name: str
+    sample: str
+    reference: str
+
+
+FAMILIES = (
+    FamilyRow(
+        name="gemma3",
+        architectures=("Gemma3ForConditionalGeneration",),
+        tower="turbovit.export.gemma3:Gemma3Tower",
+        preprocessor="turbovit.engines.gemma3:Gemma3Preprocessor",
+        vision_model="turbovit.lmdeploy_ext.gemma3:CompiledGemma3",
+        registry_name="Gemma3VisionModel",
+        sample="turbovit.export.sample_gemma3:write_sample",
+        reference="turbovit.benchmarks.reference_gemma3:Gemma3Reference",
+    ),
+)
+
+
+def family_from_name(name: str) -> FamilyRow:
+    """The row called `name`; an `UnsupportedModelError` that lists the names otherwise."""
+    for row in FAMILIES:
+        if row.name == name:
+            return row
+    raise UnsupportedModelError(f"unknown family {name!r}; available: {', '.join(row.name for row in FAMILIES)}")
+
+
+def family_from_architecture(architecture: str | None) -> FamilyRow:
+    """The row that serves `architecture`; an `UnsupportedModelError` that lists them otherwise."""
+    for row in FAMILIES:
+        if architecture in row.architectures:
+            return row
+    supported = ", ".join(name for row in FAMILIES for name in row.architectures)
+    raise UnsupportedModelError(f"architecture {architecture!r} is not supported; supported: {supported}")
+
+
+def load(path: str) -> Any:
+    """The object that ``module:name`` names."""
+    module, name = path.split(":")
+    return getattr(import_module(module), name)

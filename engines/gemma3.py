@@ -1,0 +1,67 @@
+"""Gemma 3: images to 896x896 uint8 crops, and features back to images.
+
+Reference: `transformers.models.gemma3` (processor and image processor), Gemma 3 report arXiv:2503.19786 section 2
+(pan and scan).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turbovit.engines.errors import InputError
+from turbovit.engines.images import ImageLike, rgb_from_image
+from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor
+
+PAN_AND_SCAN_VARIABLE = "TURBOVIT_PAN_AND_SCAN"
+_SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+class Gemma3Preprocessor(Preprocessor):
+    """One row a crop: the whole image first, then the pan-and-scan crops where that is on.
+
+    Pan and scan follows the processor files; ``TURBOVIT_PAN_AND_SCAN=1`` or ``0`` overrides them.
+    """
+
+    def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):
+        from transformers import Gemma3ImageProcessor
+        from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+        self._processor = Gemma3ImageProcessor.from_pretrained(processor_folder)
+        # The released preprocessor_config.json leaves these null: Gemma3Processor fills them in.
+        self._options = {
+            name: default if (own := getattr(self._processor, name, None)) is None else own
+            for name, default in Gemma3Processor.images_kwargs.items()
+        }
+        self._tokens = int(facts["tokens_per_crop"])
+
+    @property
+    def pan_and_scan(self) -> bool:
+        """Whether elongated images are cut into crops besides being shrunk whole."""
+        configured = os.environ.get(PAN_AND_SCAN_VARIABLE)
+        if configured is None:
+            return bool(self._options["do_pan_and_scan"])
+        if configured.lower() not in _SWITCH:
+            raise InputError(f"{PAN_AND_SCAN_VARIABLE}={configured!r}, expected one of {', '.join(_SWITCH)}")
+        return _SWITCH[configured.lower()]
+
+    def pixels_from_image(self, image: ImageLike) -> Pixels:
+        output = self._processor(
+            rgb_from_image(image, self.alpha),
+            **{**self._options, "do_pan_and_scan": self.pan_and_scan},
+            do_rescale=False,
+            do_normalize=False,
+            return_tensors="pt",
+        )
+        rows = output["pixel_values"]  # uint8 [crops, 3, 896, 896], the whole image first
+        return Pixels(rows=rows, group=None, runs=(self._tokens,) * len(rows))
+
+    def inputs_from_rows(self, rows: torch.Tensor, group: Hashable) -> dict[str, torch.Tensor]:
+        return {"pixels": rows}
+
+    def encoded_from_rows(self, outputs: Mapping[str, torch.Tensor], pixels: Pixels) -> Encoded:
+        return Encoded(outputs["features"].flatten(0, 1), pixels.runs)

@@ -1,0 +1,127 @@
+"""The one place that turns an image, however it arrives, into the RGB that all families use.
+
+The same rule holds at every entry (PIL object, array, path, URL, data URL): EXIF orientation is applied first,
+then alpha is composited on white or dropped, then the image becomes 8-bit RGB. 16-bit grey is divided by 257,
+so that 65535 becomes 255; PIL itself would clip everything above 255 to white.
+"""
+
+from __future__ import annotations
+
+import os
+from io import BytesIO
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+
+from turbovit.engines.errors import InputError
+
+Alpha = Literal["white", "drop"]
+ImageLike = Image.Image | np.ndarray | str | Path
+
+MAX_PIXELS_VARIABLE = "TURBOVIT_MAX_IMAGE_PIXELS"
+# Pillow's own threshold for a suspected decompression bomb: a quarter of a gigabyte of RGB.
+DEFAULT_MAX_PIXELS = 89_478_485
+_SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+
+
+def max_pixels() -> int:
+    """How many pixels an image may have before it is decoded; ``$TURBOVIT_MAX_IMAGE_PIXELS`` changes it."""
+    configured = os.environ.get(MAX_PIXELS_VARIABLE)
+    if configured is None:
+        return DEFAULT_MAX_PIXELS
+    if not configured.isdecimal() or int(configured) == 0:
+        raise InputError(f"{MAX_PIXELS_VARIABLE}={configured!r} is not a positive number of pixels")
+    return int(configured)
+
+
+def rgb_from_image(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
+    """An RGB image without EXIF orientation.
+
+    Args:
+        image: a PIL image, a path, or a uint8 array [height, width], [height, width, 1], [.., 3] or [.., 4].
+        alpha: ``white`` composites transparent pixels on white, ``drop`` keeps their colour.
+
+    Raises:
+        InputError: the image cannot be decoded, is empty or too large, or has a mode that has no 8-bit meaning.
+    """
+    if isinstance(image, (str, Path)):
+        try:
+            data = Path(image).read_bytes()
+        except (OSError, ValueError) as error:
+            raise InputError(f"image {str(image)!r} cannot be read: {error}") from None
+        return rgb_from_bytes(data, alpha)
+    if isinstance(image, np.ndarray):
+        image = _image_from_array(image)
+    elif not isinstance(image, Image.Image):
+        raise InputError(f"an image is a PIL image, a uint8 array or a path, got {type(image).__name__}")
+    _check_size(image.size)
+    return _rgb(_decoded(image), alpha)
+
+
+def rgb_from_bytes(data: bytes, alpha: Alpha = "white") -> Image.Image:
+    """As `rgb_from_image`, from an encoded file; the size is checked in its header, before decoding."""
+    if not data:
+        raise InputError("the image is empty (0 bytes)")
+    try:
+        image = Image.open(BytesIO(data))
+    except UnidentifiedImageError:
+        raise InputError(f"the image is in no known format (its {len(data)} bytes begin with {data[:8]!r})") from None
+    except Exception as error:  # a damaged header raises whatever the format's plugin happens to raise
+        raise InputError(f"the image cannot be opened: {error}") from None
+    return rgb_from_image(image, alpha)
+
+
+def _check_size(size: tuple[int, int]) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise InputError(f"the image is empty ({width}x{height})")
+    limit = max_pixels()
+    if width * height > limit:
+        raise InputError(
+            f"the image has {width}x{height} = {width * height} pixels, at most {limit} are allowed: "
+            f"send a smaller one, or set {MAX_PIXELS_VARIABLE}"
+        )
+
+
+def _decoded(image: Image.Image) -> Image.Image:
+    # LMDeploy switches this on for the whole process at import, and a cut file then decodes to grey bands.
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    try:
+        image.load()
+        return ImageOps.exif_transpose(image)
+    except Exception as error:  # decoders and EXIF parsers raise OSError, SyntaxError, struct.error and more
+        raise InputError(f"the image is damaged or cut short: {error}") from None
+
+
+def _rgb(image: Image.Image, alpha: Alpha) -> Image.Image:
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    if image.mode in _SIXTEEN_BIT_MODES:
+        return _grey_from_sixteen_bit(image).convert("RGB")
+    if image.mode == "F":
+        raise InputError("the image has floating-point pixels (mode F): convert it to 8 bit, its range is unknown")
+    if image.has_transparency_data and alpha == "white":
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _grey_from_sixteen_bit(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise InputError(f"the image's grey values span {values.min()}..{values.max()}, expected 0..65535 (16 bit)")
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+
+
+def _image_from_array(array: np.ndarray) -> Image.Image:
+    grey = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 1)
+    if array.dtype != np.uint8 or not (grey or (array.ndim == 3 and array.shape[2] in (3, 4))):
+        raise InputError(
+            f"an image array is uint8 [height, width, 1, 3 or 4 channels] or [height, width], "
+            f"got {array.dtype} {list(array.shape)}"
+        )
+    if array.size == 0:
+        raise InputError(f"the image is empty (array of shape {list(array.shape)})")
+    return Image.fromarray(array[..., 0] if grey and array.ndim == 3 else array)

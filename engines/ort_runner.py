@@ -1,0 +1,91 @@
+"""ONNX Runtime, on a CPU or a CUDA device."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+from turbovit.engines.bundle import Bundle, Engine, Manifest
+from turbovit.engines.errors import BundleError, RuntimeUnavailableError
+from turbovit.engines.runner import DTYPES, Runner
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+# ONNX's TensorProto element types, which IO binding takes so that bfloat16 needs no numpy dtype.
+_ONNX_TYPES = {torch.uint8: 2, torch.int32: 6, torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_PRECISION_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+class OnnxRuntimeRunner(Runner):
+    """An ONNX graph of the bundle in an ONNX Runtime session, with IO binding on torch's memory.
+
+    On CUDA nothing passes through the host: inputs and outputs are torch tensors of that device.
+    """
+
+    runtime = "onnxruntime"
+
+    def __init__(self, manifest: Manifest, engine: Engine, device: torch.device, session: onnxruntime.InferenceSession):
+        super().__init__(manifest, engine, device)
+        self._session = session
+        self._dtype = DTYPES[_PRECISION_DTYPES[engine.precision]]
+
+    @classmethod
+    def open(cls, bundle: Bundle, engine: Engine, device: torch.device) -> OnnxRuntimeRunner:
+        reason = cls.unavailable(device)
+        if reason:
+            raise RuntimeUnavailableError(f"onnxruntime cannot run on {device} here: {reason}")
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors only: its warnings are about graph optimisations
+        provider: str | tuple[str, dict[str, str]] = _PROVIDERS[device.type]
+        if device.type == "cuda":
+            provider = (_PROVIDERS["cuda"], {"device_id": str(device.index or 0)})
+        path = bundle.file(engine.file)
+        try:
+            session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+        except Exception as error:  # onnxruntime raises a dozen unrelated types
+            raise BundleError(f"onnxruntime {onnxruntime.__version__} cannot load {path.name}: {error}") from error
+        if session.get_providers()[0] != _PROVIDERS[device.type]:
+            raise RuntimeUnavailableError(
+                f"onnxruntime fell back to {session.get_providers()[0]}: {_PROVIDERS[device.type]} did not start, "
+                f"check that CUDA and cuDNN fit onnxruntime-gpu {onnxruntime.__version__}"
+            )
+        return cls(bundle.manifest, engine, device, session)
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        if importlib.util.find_spec("onnxruntime") is None:
+            return "it is not installed: pip install 'turbovit[cpu]' or 'turbovit[gpu]'"
+        import onnxruntime
+
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        if _PROVIDERS.get(device.type) not in onnxruntime.get_available_providers():
+            return f"this onnxruntime has {onnxruntime.get_available_providers()}: pip install 'turbovit[gpu]'"
+        return None
+
+    @property
+    def description(self) -> str:
+        import onnxruntime
+
+        return f"onnxruntime {onnxruntime.__version__} on {self.device}"
+
+    def _infer(self, inputs: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        outputs = {name: torch.empty(shape, dtype=self._dtype, device=self.device) for name, shape in shapes.items()}
+        binding = self._session.io_binding()
+        index = self.device.index or 0
+        for bind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+            for name, tensor in tensors.items():
+                bind(name, self.device.type, index, _ONNX_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+        if self.device.type == "cuda":
+            # The session has its own stream: what torch has queued for these tensors must be there first.
+            torch.cuda.current_stream(self.device).synchronize()
+        binding.synchronize_inputs()
+        self._session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+        return outputs

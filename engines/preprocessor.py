@@ -1,0 +1,82 @@
+"""Images to uint8 pixels, and engine outputs back to one result per image: what each family defines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from turbovit.engines.images import Alpha, ImageLike
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """One image as an engine takes it.
+
+    Attributes:
+        rows: uint8, batch rows first: whole images, crops, tiles or frames.
+        group: rows of equal groups may share one engine run.
+        runs: feature tokens of each run of placeholders that the image has in the prompt, in order; they add
+            up to the image's tokens.
+    """
+
+    rows: torch.Tensor
+    group: Hashable
+    runs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What the language model gets for one image.
+
+    Attributes:
+        features: [tokens, hidden], in prompt order.
+        runs: as in `Pixels`: how the tokens are spread over the prompt.
+    """
+
+    features: torch.Tensor
+    runs: tuple[int, ...]
+
+    @property
+    def embeddings(self) -> list[torch.Tensor]:
+        """The features cut into the runs, each [run's tokens, hidden]."""
+        return list(self.features.split(list(self.runs)))
+
+
+class Preprocessor(ABC):
+    """What a family does before and after the engine.
+
+    Attributes:
+        alpha: what happens to transparent pixels.
+    """
+
+    alpha: ClassVar[Alpha] = "white"
+
+    @abstractmethod
+    def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):
+        """Load from a bundle's processor files and the facts of its manifest."""
+
+    @abstractmethod
+    def pixels_from_image(self, image: ImageLike) -> Pixels:
+        """Resize, crop or tile one image.
+
+        Raises:
+            InputError: the image cannot be used; says why.
+        """
+
+    @abstractmethod
+    def inputs_from_rows(self, rows: torch.Tensor, group: Hashable) -> dict[str, torch.Tensor]:
+        """All engine inputs for rows of one group."""
+
+    @abstractmethod
+    def encoded_from_rows(self, outputs: Mapping[str, torch.Tensor], pixels: Pixels) -> Encoded:
+        """One image's result from its rows of the engine's outputs."""
+
+
+def concatenated_outputs(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Outputs of consecutive runs joined along the batch axis."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,0 +1,78 @@
+"""Where bundles live by default, and the index that spares hashing large files twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+logger = logging.getLogger("turbovit")
+
+_CHUNK = 1 << 22
+_INDEX = "index.json"
+
+
+def home() -> Path:
+    """``$TURBOVIT_HOME``, or ``~/.cache/turbovit``."""
+    configured = os.environ.get("TURBOVIT_HOME")
+    return Path(configured) if configured else user_cache_path("turbovit")
+
+
+def bundles_folder() -> Path:
+    """The folder that holds the default store's bundles."""
+    return home() / "bundles"
+
+
+def file_sha256(path: Path, *, use_cache: bool = True) -> str:
+    """sha256 of a file's bytes, hex; from the index where size and modification time are unchanged."""
+
+    def compute() -> str:
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    return cached_digest(f"file:{path.resolve()}", [path], compute) if use_cache else compute()
+
+
+def cached_digest(key: str, files: list[Path], compute: Callable[[], str]) -> str:
+    """`compute()`, or what it gave before under `key` if no file's size or modification time has changed.
+
+    A store that cannot be written is no error: the digest is then computed every time.
+    """
+    stats = [file.stat() for file in files]
+    fingerprint = [[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, stats, strict=True)]
+    known = _read_index().get(key, {})
+    if known.get("files") == fingerprint:
+        return known["digest"]
+    digest = compute()
+    try:
+        _remember(key, {"files": fingerprint, "digest": digest})
+    except OSError as error:
+        logger.warning("the index in %s cannot be written (%s): hashes are computed again next time", home(), error)
+    return digest
+
+
+def _read_index() -> dict[str, dict]:
+    try:
+        index = json.loads((home() / _INDEX).read_text())
+    except (OSError, ValueError):
+        return {}
+    return index if isinstance(index, dict) else {}
+
+
+def _remember(key: str, entry: dict) -> None:
+    home().mkdir(parents=True, exist_ok=True)
+    with FileLock(home() / f"{_INDEX}.lock"):
+        index = {k: e for k, e in _read_index().items() if all(Path(file).exists() for file, *_ in e["files"])}
+        index[key] = entry
+        temporary = home() / f"{_INDEX}.{os.getpid()}"
+        temporary.write_text(json.dumps(index))
+        os.replace(temporary, home() / _INDEX)

@@ -1,0 +1,1 @@
+"""From a checkpoint to ONNX to an engine bundle."""

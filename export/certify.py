@@ -1,0 +1,206 @@
+"""Compare an engine with the float32 reference tower, and write the certificate.
+
+The reference tower's inputs and outputs lie in the bundle, so that any machine can certify an engine without the
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from turbovit.engines.bundle import Bundle, Certificate, Engine, Manifest, OutputError
+from turbovit.engines.encoder import RUNNERS
+from turbovit.engines.errors import BundleError, CertificationError, RuntimeUnavailableError
+from turbovit.engines.families import load
+from turbovit.engines.runner import Runner
+from turbovit.export.tower import Sample, Tower
+
+# Certificate bounds by precision: which figure decides, the bound, and how it reads.
+_RELATIVE_L2 = {"fp32": 1e-5}
+_WORST_COSINE = {"fp16": 0.999, "bf16": 0.99}
+
+
+def reference_outputs(tower: Tower, sample: Sample, memory: dict[bytes, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tower's outputs for `sample`, computed row by row so that no row can depend on its batch mates.
+
+    Args:
+        tower: the reference, in float32.
+        memory: rows computed before, by their content; extended.
+
+    Returns:
+        One tensor an output, batch first.
+    """
+    specs = tower.inputs()
+    batch = specs[0].shape[0]
+    rows = []
+    for index in range(len(sample.inputs[specs[0].name])):
+        inputs = {
+            spec.name: sample.inputs[spec.name][index : index + 1]
+            if spec.shape[0] == batch
+            else sample.inputs[spec.name]
+            for spec in specs
+        }
+        key = _content(inputs)
+        if key not in memory:
+            memory[key] = tower.run(inputs)
+        rows.append(memory[key])
+    return {name: torch.cat([row[name] for row in rows]) for name in tower.output_names}
+
+
+def write_reference(tower: Tower, samples: list[Sample], path: Path, progress: Callable[[str], None]) -> None:
+    """Run the reference tower on `samples` and store inputs and outputs in `path` (safetensors)."""
+    from safetensors.torch import save_file
+
+    memory: dict[bytes, dict[str, Tensor]] = {}
+    tensors: dict[str, Tensor] = {}
+    for number, sample in enumerate(samples):
+        progress(f"reference tower: {sample.label}")
+        outputs = reference_outputs(tower, sample, memory)
+        for kind, values in (("input", sample.inputs), ("output", outputs)):
+            tensors |= {f"{number}.{kind}.{name}": value.clone() for name, value in values.items()}
+    save_file(tensors, path, metadata={str(number): sample.label for number, sample in enumerate(samples)})
+    path.chmod(0o644)  # safetensors writes 0600, and bundles are shared
+
+
+def read_reference(bundle: Bundle) -> list[tuple[Sample, dict[str, Tensor]]]:
+    """The samples of a bundle and the reference tower's outputs for them."""
+    from safetensors import safe_open
+
+    pairs = []
+    with safe_open(bundle.file(bundle.manifest.reference), framework="pt") as file:
+        for number, label in sorted(file.metadata().items(), key=lambda item: int(item[0])):
+            parts: dict[str, dict[str, Tensor]] = {"input": {}, "output": {}}
+            for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                owner, kind, name = key.split(".", 2)
+                if owner == number:
+                    parts[kind][name] = file.get_tensor(key)
+            pairs.append((Sample(label, parts["input"]), parts["output"]))
+    return pairs
+
+
+def certificate_from_runner(bundle: Bundle, runner: Runner, progress: Callable[[str], None]) -> Certificate:
+    """Run every sample of the bundle and compare.
+
+    Args:
+        progress: called with a line before each sample.
+    """
+    worst: dict[str, OutputError] = {}
+    shapes = []
+    for sample, expected in read_reference(bundle):
+        progress(f"{runner.description}: {sample.label}")
+        outputs = runner.run(sample.inputs)
+        shapes.append(sample.label)
+        for name, reference in expected.items():
+            error = output_error(name, outputs[name], reference)
+            worst[name] = _worse(worst[name], error) if name in worst else error
+    precision = runner.engine.precision
+    return Certificate(
+        ran_on=runner.description,
+        shapes=tuple(shapes),
+        outputs=tuple(worst.values()),
+        bound=bound_text(precision),
+        passed=all(within_bound(precision, error) for error in worst.values()),
+    )
+
+
+def output_error(name: str, got: Tensor, reference: Tensor) -> OutputError:
+    """Compare one output.
+
+    Args:
+        got: [batch, ..., hidden], any float dtype.
+        reference: the same shape, float32.
+    """
+    actual, expected = got.double().cpu(), reference.double()
+    difference = (actual - expected).flatten(1)
+    relative = difference.norm(dim=1) / expected.flatten(1).norm(dim=1)
+    cosine = torch.nn.functional.cosine_similarity(actual, expected, dim=-1)
+    return OutputError(
+        output=name,
+        relative_l2=_number(relative.max()),
+        worst_cosine=_number(cosine.min()),
+        max_abs=_number(difference.abs().max()),
+        finite=bool(actual.isfinite().all()),
+    )
+
+
+def within_bound(precision: str, error: OutputError) -> bool:
+    """Whether an output is close enough for the precision."""
+    if not error.finite:
+        return False
+    if precision in _RELATIVE_L2:
+        return error.relative_l2 <= _RELATIVE_L2[precision]
+    return error.worst_cosine >= _WORST_COSINE[precision]
+
+
+def bound_text(precision: str) -> str:
+    """The bound in words."""
+    if precision in _RELATIVE_L2:
+        return f"{precision}: relative L2 of every row <= {_RELATIVE_L2[precision]:g}, all finite"
+    return f"{precision}: cosine of every token >= {_WORST_COSINE[precision]:g}, all finite"
+
+
+def certified(bundle: Bundle, engine: Engine, progress: Callable[[str], None]) -> Engine:
+    """The engine with a certificate of this machine, or with the reason why it cannot run here.
+
+    Raises:
+        CertificationError: it ran and missed its bound.
+    """
+    runner_class: type[Runner] = load(RUNNERS[engine.runtime])
+    device = torch.device("cuda" if runner_class.unavailable(torch.device("cuda")) is None else "cpu")
+    try:
+        runner = runner_class.open(bundle, engine, device)
+    except (RuntimeUnavailableError, BundleError) as error:
+        if engine.precision == "fp32":  # every runtime has float32: a graph that does not load is wrong
+            raise
+        return replace(engine, certificate=None, not_run=str(error))
+    with runner:
+        certificate = certificate_from_runner(bundle, runner, progress)
+    if not certificate.passed:
+        raise CertificationError(f"{engine.file} missed its bound: {describe(certificate)}")
+    return replace(engine, certificate=certificate, not_run=None)
+
+
+def describe(certificate: Certificate) -> str:
+    """The figures of a certificate in one line."""
+    figures = "; ".join(
+        f"{error.output}: relative L2 {error.relative_l2:.2g}, worst cosine {error.worst_cosine:.7f}, "
+        f"largest error {error.max_abs:.2g}{'' if error.finite else ', NOT FINITE'}"
+        for error in certificate.outputs
+    )
+    return f"{figures} (bound: {certificate.bound}; ran on {certificate.ran_on})"
+
+
+def with_engine(manifest: Manifest, engine: Engine) -> Manifest:
+    """The manifest with `engine` in place of the one of its runtime and precision, or added."""
+    others = [e for e in manifest.engines if (e.runtime, e.precision) != (engine.runtime, engine.precision)]
+    ordered = sorted([*others, engine], key=lambda e: (e.runtime, e.precision))
+    return replace(manifest, engines=tuple(ordered))
+
+
+def _worse(a: OutputError, b: OutputError) -> OutputError:
+    return OutputError(
+        output=a.output,
+        relative_l2=max(a.relative_l2, b.relative_l2),
+        worst_cosine=min(a.worst_cosine, b.worst_cosine),
+        max_abs=max(a.max_abs, b.max_abs),
+        finite=a.finite and b.finite,
+    )
+
+
+def _number(value: Tensor) -> float:
+    """A float that JSON can hold: NaN becomes infinity's stand-in, the largest float."""
+    return float(torch.nan_to_num(value, nan=torch.finfo(value.dtype).max))
+
+
+def _content(inputs: Mapping[str, Tensor]) -> bytes:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(inputs.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.digest()

@@ -1,0 +1,215 @@
+"""Gemma 3's vision side: SigLIP so400m at 896 px, 4x4 average pooling, RMSNorm and a linear projection.
+
+Reference: `transformers.models.siglip.modeling_siglip` and `Gemma3MultiModalProjector` of
+`transformers.models.gemma3.modeling_gemma3` (5.24); SigLIP arXiv:2303.15343, Gemma 3 arXiv:2503.19786.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turbovit.engines.bundle import TensorSpec
+from turbovit.engines.errors import CheckpointError, UnsupportedModelError
+from turbovit.export.layers import Block, LayerNorm, PixelNorm, RMSNorm, patches_from_pixels
+from turbovit.export.tower import Sample, Tower
+
+_VISION = "vision_tower.vision_model."
+_PROJECTOR = "multi_modal_projector."
+_GELU = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True)
+class Gemma3Spec:
+    """Sizes of the tower. `mean`, `std` and `scale` are the processor's: pixel * scale, minus mean, over std."""
+
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    eps: float
+    image: int
+    patch: int
+    tokens: int
+    out: int
+    mean: float
+    std: float
+    scale: float
+
+    @property
+    def grid(self) -> int:
+        """Patches along a side."""
+        return self.image // self.patch
+
+    @property
+    def pooled(self) -> int:
+        """Tokens along a side."""
+        return isqrt(self.tokens)
+
+    @property
+    def pool(self) -> int:
+        """Patches along a side that are averaged into one token."""
+        return self.grid // self.pooled
+
+
+class Gemma3Tower(Tower):
+    """pixels uint8 [images, 3, image, image] -> features [images, tokens, out]."""
+
+    input_names = ("pixels",)
+    output_names = ("features",)
+
+    def __init__(self, spec: Gemma3Spec):
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Linear(3 * spec.patch**2, spec.hidden)
+        self.position = nn.Parameter(torch.empty(spec.grid**2, spec.hidden))
+        self.blocks = nn.ModuleList(
+            Block(spec.hidden, spec.heads, spec.inner, spec.eps, "tanh") for _ in range(spec.layers)
+        )
+        self.norm = LayerNorm(spec.hidden, eps=spec.eps)
+        self.projector_norm = RMSNorm(spec.hidden, spec.eps)
+        self.projector = nn.Parameter(torch.empty(spec.hidden, spec.out))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        spec = self.spec
+        normalise = PixelNorm(spec.mean, spec.std, spec.scale, self.projector.dtype)
+        x = normalise(patches_from_pixels(pixels, spec.patch))  # [images, patches, 3 * patch * patch]
+        x = self.embedding(x) + self.position
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x).unflatten(1, (spec.pooled, spec.pool, spec.pooled, spec.pool))
+        x = x.mean((2, 4)).flatten(1, 2)  # [images, tokens, hidden]
+        return self.projector_norm(x) @ self.projector
+
+    @classmethod
+    def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemma3Spec:
+        from transformers import Gemma3Config
+
+        full = Gemma3Config.from_dict(dict(config))  # fills in what released configs leave out
+        vision = full.vision_config
+        if vision.hidden_act != _GELU:
+            raise UnsupportedModelError(f"vision_config.hidden_act is {vision.hidden_act!r}, supported: {_GELU!r}")
+        mean, std = (_one_for_all(preprocessor, name, 0.5) for name in ("image_mean", "image_std"))
+        spec = Gemma3Spec(
+            hidden=vision.hidden_size,
+            layers=vision.num_hidden_layers,
+            heads=vision.num_attention_heads,
+            inner=vision.intermediate_size,
+            eps=vision.layer_norm_eps,
+            image=vision.image_size,
+            patch=vision.patch_size,
+            tokens=full.mm_tokens_per_image,
+            out=full.text_config.hidden_size,
+            mean=mean,
+            std=std,
+            scale=preprocessor.get("rescale_factor", 1 / 255),
+        )
+        _check(spec, preprocessor)
+        return spec
+
+    @classmethod
+    def is_vision(cls, name: str) -> bool:
+        return name.startswith(("vision_tower.", _PROJECTOR))
+
+    @classmethod
+    def tensor_shapes(cls, spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:
+        hidden, inner = spec.hidden, spec.inner
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{_VISION}embeddings.patch_embedding.weight": (hidden, 3, spec.patch, spec.patch),
+            f"{_VISION}embeddings.patch_embedding.bias": (hidden,),
+            f"{_VISION}embeddings.position_embedding.weight": (spec.grid**2, hidden),
+        }
+        linears = {f"self_attn.{part}_proj": (hidden, hidden) for part in ("q", "k", "v", "out")}
+        linears |= {"mlp.fc1": (inner, hidden), "mlp.fc2": (hidden, inner)}
+        for layer in range(spec.layers):
+            prefix = f"{_VISION}encoder.layers.{layer}."
+            for name, shape in linears.items():
+                shapes |= {f"{prefix}{name}.weight": shape, f"{prefix}{name}.bias": shape[:1]}
+            for name in ("layer_norm1", "layer_norm2"):
+                shapes |= {f"{prefix}{name}.weight": (hidden,), f"{prefix}{name}.bias": (hidden,)}
+        return shapes | {
+            f"{_VISION}post_layernorm.weight": (hidden,),
+            f"{_VISION}post_layernorm.bias": (hidden,),
+            f"{_PROJECTOR}mm_input_projection_weight": (hidden, spec.out),
+            f"{_PROJECTOR}mm_soft_emb_norm.weight": (hidden,),
+        }
+
+    @classmethod
+    def state_from_tensors(cls, spec: Gemma3Spec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Renames, and transforms three values: the patch convolution's kernel becomes the rows of a matrix in
+        (channel, y, x) order; q, k and v are stacked into one projection; the projector's RMSNorm, stored as w
+        for a factor of 1 + w, becomes that factor (in the dtype given, as the reference adds in float32)."""
+        state = {
+            "embedding.weight": tensors[f"{_VISION}embeddings.patch_embedding.weight"].flatten(1),
+            "embedding.bias": tensors[f"{_VISION}embeddings.patch_embedding.bias"],
+            "position": tensors[f"{_VISION}embeddings.position_embedding.weight"],
+            "projector_norm.weight": 1.0 + tensors[f"{_PROJECTOR}mm_soft_emb_norm.weight"],
+            "projector": tensors[f"{_PROJECTOR}mm_input_projection_weight"],
+        }
+        renamed = {"norm1": "layer_norm1", "norm2": "layer_norm2", "attention.out": "self_attn.out_proj"}
+        renamed |= {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+        for kind in ("weight", "bias"):
+            state[f"norm.{kind}"] = tensors[f"{_VISION}post_layernorm.{kind}"]
+            for layer in range(spec.layers):
+                theirs, ours = f"{_VISION}encoder.layers.{layer}.", f"blocks.{layer}."
+                for name, source in renamed.items():
+                    state[f"{ours}{name}.{kind}"] = tensors[f"{theirs}{source}.{kind}"]
+                qkv = [tensors[f"{theirs}self_attn.{part}_proj.{kind}"] for part in ("q", "k", "v")]
+                state[f"{ours}attention.qkv.{kind}"] = torch.cat(qkv)
+        return state
+
+    def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        from transformers import Gemma3Config
+
+        full = Gemma3Config.from_dict(dict(config))
+        return {
+            "tokens_per_crop": self.spec.tokens,
+            "hidden": self.spec.out,
+            "boi_token_id": full.boi_token_index,
+            "eoi_token_id": full.eoi_token_index,
+            "image_token_id": full.image_token_id,
+        }
+
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("pixels", "uint8", ("images", 3, self.spec.image, self.spec.image)),)
+
+    def outputs(self, dtype: str) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("features", dtype, ("images", self.spec.tokens, self.spec.out)),)
+
+    def default_limits(self) -> dict[str, int]:
+        return {"images": 8}
+
+    def samples(self, seed: int) -> list[Sample]:
+        """Two images in one batch - noise, and smooth shapes with black and white areas - then the second alone."""
+        generator = torch.Generator().manual_seed(seed)
+        size = self.spec.image
+        noise = torch.randint(0, 256, (3, size, size), generator=generator)
+        y, x = torch.meshgrid(torch.linspace(0, 6, size), torch.linspace(0, 9, size), indexing="ij")
+        waves = torch.stack([(x * y).sin(), (x + y).cos(), (x - 2 * y).sin()])
+        smooth = (waves * 200 + 128).clamp(0, 255)  # a third of it saturates
+        pair = torch.stack([noise.float(), smooth]).to(torch.uint8)
+        return [Sample("2 images", {"pixels": pair}), Sample("1 image", {"pixels": pair[1:]})]
+
+
+def _one_for_all(preprocessor: Mapping[str, Any], name: str, default: float) -> float:
+    values = set(preprocessor.get(name) or [default])
+    if len(values) != 1:
+        raise UnsupportedModelError(f"{name} is {preprocessor[name]}, supported: one value for all channels")
+    return float(values.pop())
+
+
+def _check(spec: Gemma3Spec, preprocessor: Mapping[str, Any]) -> None:
+    if spec.image % spec.patch or spec.pooled**2 != spec.tokens or spec.grid % spec.pooled or spec.hidden % spec.heads:
+        raise CheckpointError(
+            f"config.json makes no sense: image, patch, tokens, hidden and heads do not divide in {spec}"
+        )
+    size = preprocessor.get("size") or {"height": spec.image, "width": spec.image}
+    if size != {"height": spec.image, "width": spec.image}:
+        raise CheckpointError(f"the processor resizes to {size}, the vision tower takes {spec.image}x{spec.image}")
+    if not all(preprocessor.get(step, True) for step in ("do_resize", "do_rescale", "do_normalize")):
+        raise UnsupportedModelError("the processor's do_resize, do_rescale and do_normalize must all be on")

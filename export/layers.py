@@ -1,0 +1,104 @@
+"""Layers that the towers share, written for export: plain, static control flow, float32 statistics."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Gelu = Literal["tanh", "none"]
+
+
+class PixelNorm(nn.Module):
+    """uint8 pixels to the floats that the reference's processor gives: its fused rescale and normalise.
+
+    The fused form is ``(x - mean / scale) / (std / scale)`` in float32, as in
+    `transformers.image_processing_backends.TorchvisionBackend.rescale_and_normalize`.
+    """
+
+    def __init__(self, mean: float, std: float, scale: float, dtype: torch.dtype):
+        super().__init__()
+        self.shift = float(torch.tensor(mean) / torch.tensor(scale))
+        self.divisor = float(torch.tensor(std) / torch.tensor(scale))
+        self.dtype = dtype
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return ((pixels.float() - self.shift) / self.divisor).to(self.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm that computes in float32 whatever the dtype, and returns the dtype it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm in float32; `weight` is the whole factor (families that store ``w`` for ``1 + w`` add it on loading)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Bidirectional self-attention over all tokens of a row, with one fused projection for q, k and v."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.head_size = hidden // heads
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(query, key, value)  # [batch, heads, tokens, head_size]
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
+
+
+class Mlp(nn.Module):
+    """Linear, GELU, linear."""
+
+    def __init__(self, hidden: int, inner: int, gelu: Gelu):
+        super().__init__()
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden)
+        self.gelu = gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate=self.gelu))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, hidden: int, heads: int, inner: int, eps: float, gelu: Gelu):
+        super().__init__()
+        self.norm1 = LayerNorm(hidden, eps=eps)
+        self.attention = Attention(hidden, heads)
+        self.norm2 = LayerNorm(hidden, eps=eps)
+        self.mlp = Mlp(hidden, inner, gelu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def patches_from_pixels(pixels: Tensor, patch: int) -> Tensor:
+    """[batch, 3, height, width] to [batch, patches, 3 * patch * patch], patches row-major, values (channel, y, x).
+
+    Done on uint8, before normalisation: a quarter of the memory traffic.
+    """
+    x = pixels.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [batch, 3, rows, patch, columns, patch]
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

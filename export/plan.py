@@ -1,0 +1,151 @@
+"""What a build will do, worked out before anything expensive: family, spec, identity, engines."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turbovit.engines.bundle import MANIFEST, Manifest, Source, read_manifest
+from turbovit.engines.encoder import RUNNERS
+from turbovit.engines.errors import BuildError, BundleError, RuntimeUnavailableError
+from turbovit.engines.families import FamilyRow, family_from_architecture, load
+from turbovit.engines.store import bundles_folder
+from turbovit.export.checkpoint import Checkpoint, image_processor_config, open_checkpoint
+from turbovit.export.tower import Tower, checked_names, spec_facts
+
+ATTENTION_FORMS = {"onnxruntime": "multihead"}
+PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+REFERENCE = "reference.safetensors"
+_AUTO_PRECISION = {"onnxruntime": "fp32"}
+_PACKAGES = {"onnxruntime": ("onnxruntime", "onnxruntime-gpu")}
+_TOOLS = ("turbovit", "torch", "transformers", "onnx", "onnxscript")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a build needs to know.
+
+    Attributes:
+        manifest: as it will be, but for engines and files.
+        wanted: the engines asked for, as (runtime, precision).
+    """
+
+    family: FamilyRow
+    tower: type[Tower]
+    spec: Any
+    checkpoint: Checkpoint
+    manifest: Manifest
+    wanted: tuple[tuple[str, str], ...]
+
+
+def plan_build(model: str | Path, precision: str, runtimes: Sequence[str], limits: Mapping[str, int]) -> Plan:
+    """Open the checkpoint and settle what to build; reads the weights only to hash them.
+
+    Args:
+        model: a Hugging Face folder or hub id.
+        precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``.
+        runtimes: which runtimes to build for.
+        limits: largest values of the inputs' symbols, where not the family's defaults.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
+        BuildError, RuntimeUnavailableError: a runtime, precision or limit is unknown or not to be had here.
+    """
+    wanted = tuple(dict.fromkeys((runtime, _precision(runtime, precision)) for runtime in runtimes))
+    family, tower, checkpoint = _open(model)
+    described = _described(tower, checkpoint)
+    source = _source(described, checkpoint)
+    manifest = Manifest(
+        family=family.name,
+        architecture=str(checkpoint.architecture),
+        source=source,
+        limits=_limits(described.default_limits(), limits),
+        inputs=described.inputs(),
+        outputs=described.outputs("float32"),
+        facts=described.facts(checkpoint.config),
+        reference=REFERENCE,
+        engines=(),
+        tools=_tools(runtimes),
+    )
+    return Plan(family, tower, described.spec, checkpoint, manifest, wanted)
+
+
+def find_bundle(model: str | Path) -> Path | None:
+    """The newest bundle in the store that was built from this checkpoint's vision weights, or None.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
+    """
+    family, tower, checkpoint = _open(model)
+    described = _described(tower, checkpoint)
+    wanted = _source(described, checkpoint)
+    facts = described.facts(checkpoint.config)
+    found = []
+    for path in bundles_folder().glob(f"{family.name}-*/{MANIFEST}"):
+        with contextlib.suppress(BundleError, OSError):  # a damaged neighbour is no reason to find nothing
+            manifest = read_manifest(path.parent)
+            there = (manifest.source.tensors_sha256, manifest.source.config, manifest.facts)
+            if there == (wanted.tensors_sha256, wanted.config, facts):
+                found.append((path.stat().st_mtime_ns, path.parent))
+    return max(found)[1] if found else None
+
+
+def runtime_version(runtime: str) -> str:
+    """The installed version of a runtime's package."""
+    for package in _PACKAGES[runtime]:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    raise RuntimeUnavailableError(f"{runtime} imports, but none of the packages {_PACKAGES[runtime]} is installed")
+
+
+def _open(model: str | Path) -> tuple[FamilyRow, type[Tower], Checkpoint]:
+    # The config alone says which tensors are wanted; a hub id's shards are fetched after that.
+    family = family_from_architecture(open_checkpoint(model).architecture)
+    tower: type[Tower] = load(family.tower)
+    return family, tower, open_checkpoint(model, tower.is_checkpoint_vision)
+
+
+def _described(tower: type[Tower], checkpoint: Checkpoint) -> Tower:
+    """The tower without weights: it knows its inputs, outputs and facts."""
+    with torch.device("meta"):
+        return tower(tower.spec_from_config(checkpoint.config, image_processor_config(checkpoint.folder)))
+
+
+def _source(described: Tower, checkpoint: Checkpoint) -> Source:
+    names = checked_names(type(described), described.spec, checkpoint)
+    local = Path(checkpoint.name)
+    name = str(local.resolve()) if local.is_dir() else checkpoint.name
+    return Source(name, checkpoint.tensors_sha256(names), spec_facts(described.spec))
+
+
+def _precision(runtime: str, precision: str) -> str:
+    if runtime not in ATTENTION_FORMS:
+        raise BuildError(f"unknown runtime {runtime!r}; available: {', '.join(ATTENTION_FORMS)}")
+    reason = load(RUNNERS[runtime]).unavailable(torch.device("cpu"))
+    if reason:
+        raise RuntimeUnavailableError(f"cannot build for {runtime}: {reason}")
+    chosen = _AUTO_PRECISION[runtime] if precision == "auto" else precision
+    if chosen not in PRECISIONS:
+        raise BuildError(f"unknown precision {precision!r}; available: auto, {', '.join(PRECISIONS)}")
+    return chosen
+
+
+def _limits(defaults: dict[str, int], given: Mapping[str, int]) -> dict[str, int]:
+    for symbol, value in given.items():
+        if symbol not in defaults:
+            raise BuildError(f"this family has no limit {symbol!r}; it has {', '.join(defaults)}")
+        if value < 1:
+            raise BuildError(f"the limit of {symbol} is {value}, expected at least 1")
+    return defaults | dict(given)
+
+
+def _tools(runtimes: Sequence[str]) -> dict[str, str]:
+    found = {name: version(name) for name in _TOOLS} | {runtime: runtime_version(runtime) for runtime in runtimes}
+    return {"python": platform.python_version(), **found}

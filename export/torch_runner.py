@@ -1,0 +1,54 @@
+"""The reference tower as a runner. Needs the checkpoint that the bundle was built from."""
+
+from __future__ import annotations
+
+import torch
+
+from turbovit.engines.bundle import Bundle, Engine, Manifest
+from turbovit.engines.errors import CheckpointError
+from turbovit.engines.families import family_from_name, load
+from turbovit.engines.runner import Runner
+from turbovit.export.checkpoint import image_processor_config, open_checkpoint
+from turbovit.export.tower import Tower, checked_names, load_tower
+
+
+class TorchRunner(Runner):
+    """The float32 tower, eager, with torch's scaled dot product attention."""
+
+    runtime = "torch"
+
+    def __init__(self, manifest: Manifest, engine: Engine, device: torch.device, tower: Tower):
+        super().__init__(manifest, engine, device)
+        self._tower = tower
+
+    @classmethod
+    def open(cls, bundle: Bundle, engine: Engine, device: torch.device) -> TorchRunner:
+        """Load the tower from the checkpoint that the manifest names.
+
+        Raises:
+            CheckpointError: it is gone, or its weights are no longer those the bundle was built from.
+        """
+        source = bundle.manifest.source
+        tower_class: type[Tower] = load(family_from_name(bundle.manifest.family).tower)
+        checkpoint = open_checkpoint(source.name, tower_class.is_checkpoint_vision)
+        spec = tower_class.spec_from_config(checkpoint.config, image_processor_config(checkpoint.folder))
+        found = checkpoint.tensors_sha256(checked_names(tower_class, spec, checkpoint))
+        if found != source.tensors_sha256:
+            raise CheckpointError(
+                f"the vision weights in {source.name} are no longer those of {bundle.path}: sha256 {found[:12]}..., "
+                f"expected {source.tensors_sha256[:12]}...; build a bundle of them: turbovit build {source.name}"
+            )
+        return cls(bundle.manifest, engine, device, load_tower(tower_class, spec, checkpoint).to(device))
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        return None
+
+    @property
+    def description(self) -> str:
+        return f"torch {torch.__version__} on {self.device}"
+
+    def _infer(self, inputs: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        return self._tower.run(inputs)

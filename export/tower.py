@@ -1,0 +1,169 @@
+"""The base class of the towers: a spec from the config, strict loading, and what an export needs to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from turbovit.engines.bundle import TensorSpec
+from turbovit.engines.errors import CheckpointError
+from turbovit.export.checkpoint import Checkpoint
+
+T = TypeVar("T", bound="Tower")
+_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Engine inputs of one certified shape.
+
+    Attributes:
+        label: how the shape is called in the certificate.
+    """
+
+    label: str
+    inputs: dict[str, Tensor]
+
+
+class Tower(nn.Module, ABC):
+    """A vision encoder with its projector, from uint8 pixels to features.
+
+    A subclass has a frozen spec (`spec`), takes it as its only constructor argument, and maps checkpoint tensors
+    to its own parameters by a pure function.
+
+    Attributes:
+        input_names: in the order of `forward`'s arguments.
+        output_names: in the order of `forward`'s results.
+    """
+
+    input_names: ClassVar[tuple[str, ...]]
+    output_names: ClassVar[tuple[str, ...]]
+
+    spec: Any
+
+    @classmethod
+    @abstractmethod
+    def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Any:
+        """Every size that the tower needs, as a frozen dataclass.
+
+        Args:
+            config: the checkpoint's config.json.
+            preprocessor: its preprocessor_config.json.
+
+        Raises:
+            CheckpointError: an entry is missing or makes no sense.
+            UnsupportedModelError: an entry asks for what the tower cannot do.
+        """
+
+    @classmethod
+    @abstractmethod
+    def is_vision(cls, name: str) -> bool:
+        """Whether a tensor, by its canonical name, belongs to the vision side."""
+
+    @classmethod
+    def is_checkpoint_vision(cls, name: str) -> bool:
+        """As `is_vision`, for a name as it stands in a checkpoint."""
+        return cls.is_vision(cls.canonical_name(name))
+
+    @classmethod
+    @abstractmethod
+    def tensor_shapes(cls, spec: Any) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the vision tensors that a checkpoint of this spec has, exactly."""
+
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
+        """A checkpoint's tensor name without the leading ``model.`` that newer transformers may write."""
+        return name.removeprefix("model.")
+
+    @classmethod
+    @abstractmethod
+    def state_from_tensors(cls, spec: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tower's own parameters from the checkpoint's: renaming, and the value transforms it documents."""
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tower's outputs by name, for its inputs by name; no gradients."""
+        with torch.inference_mode():
+            results = self(*(inputs[name] for name in self.input_names))
+        return dict(zip(self.output_names, results if isinstance(results, tuple) else (results,), strict=True))
+
+    @abstractmethod
+    def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What the family's preprocessor and glue need to know, for the manifest."""
+
+    @abstractmethod
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The engine's inputs."""
+
+    @abstractmethod
+    def outputs(self, dtype: str) -> tuple[TensorSpec, ...]:
+        """The engine's outputs."""
+
+    @abstractmethod
+    def default_limits(self) -> dict[str, int]:
+        """The largest value of every symbol that `build` sets unless told otherwise."""
+
+    @abstractmethod
+    def samples(self, seed: int) -> list[Sample]:
+        """Inputs for export and certification: several shapes, none special, each inside the default limits."""
+
+
+def spec_facts(spec: Any) -> dict[str, Any]:
+    """The spec as JSON data: the config facts that make one bundle another."""
+    return dataclasses.asdict(spec)
+
+
+def load_tower(tower: type[T], spec: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> T:
+    """A tower with the checkpoint's weights, in eval mode.
+
+    Raises:
+        CheckpointError: vision tensors are missing, unknown or of another shape than the config says.
+    """
+    names = checked_names(tower, spec, checkpoint)
+    tensors = {tower.canonical_name(name): tensor.to(dtype) for name, tensor in checkpoint.tensors(names)}
+    with torch.device("meta"):
+        model = tower(spec)
+    model.load_state_dict(tower.state_from_tensors(spec, tensors), assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def checked_names(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> list[str]:
+    """The names of the checkpoint's vision tensors, once they are known to be what the config says.
+
+    Only headers are read.
+
+    Raises:
+        CheckpointError: vision tensors are missing, unknown or of another shape than the config says.
+    """
+    names = checkpoint.vision_names(tower.is_checkpoint_vision)
+    found = checkpoint.shapes(names)
+    actual = {tower.canonical_name(name): shape for name, shape in found.items()}
+    expected = tower.tensor_shapes(spec)
+    problems = [
+        _problem("missing", [name for name in expected if name not in actual]),
+        _problem("unknown", [name for name in actual if name not in expected]),
+        _problem(
+            "of another shape",
+            [
+                f"{n} {list(s)}, expected {list(expected[n])}"
+                for n, s in actual.items()
+                if n in expected and s != expected[n]
+            ],
+        ),
+    ]
+    if any(problems):
+        raise CheckpointError(
+            f"the vision tensors of {checkpoint.name} do not fit its config.json: {'; '.join(filter(None, problems))}"
+        )
+    return names
+
+
+def _problem(kind: str, entries: list[str]) -> str | None:
+    if not entries:
+        return None
+    more = f" and {len(entries) - _SHOWN} more" if len(entries) > _SHOWN else ""
+    return f"{len(entries)} {kind} ({', '.join(entries[:_SHOWN])}{more})"
