@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from turbovit.engines.errors import InputError
 
@@ -24,6 +24,17 @@ MAX_PIXELS_VARIABLE = "TURBOVIT_MAX_IMAGE_PIXELS"
 # Pillow's own threshold for a suspected decompression bomb: a quarter of a gigabyte of RGB.
 DEFAULT_MAX_PIXELS = 89_478_485
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+_LARGER = f"send a smaller one, or set {MAX_PIXELS_VARIABLE}"
+# What makes an image of an EXIF orientation upright; 1 is.
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def max_pixels() -> int:
@@ -37,7 +48,7 @@ def max_pixels() -> int:
 
 
 def rgb_from_image(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
-    """An RGB image without EXIF orientation.
+    """A new RGB image, upright and without metadata, so that a second call changes nothing.
 
     Args:
         image: a PIL image, a path, or a uint8 array [height, width], [height, width, 1], [.., 3] or [.., 4].
@@ -57,20 +68,33 @@ def rgb_from_image(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
     elif not isinstance(image, Image.Image):
         raise InputError(f"an image is a PIL image, a uint8 array or a path, got {type(image).__name__}")
     _check_size(image.size)
-    return _rgb(_decoded(image), alpha)
+    rgb = _rgb(_upright(image), alpha)
+    rgb.info = {}  # an orientation or transparent colour that is still there would be applied again
+    return rgb
 
 
 def rgb_from_bytes(data: bytes, alpha: Alpha = "white") -> Image.Image:
     """As `rgb_from_image`, from an encoded file; the size is checked in its header, before decoding."""
     if not data:
         raise InputError("the image is empty (0 bytes)")
+    limit = max_pixels()
+    _set_up_pillow(limit)
     try:
         image = Image.open(BytesIO(data))
     except UnidentifiedImageError:
         raise InputError(f"the image is in no known format (its {len(data)} bytes begin with {data[:8]!r})") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InputError(f"{error} The image may have at most {limit} pixels: {_LARGER}") from None
     except Exception as error:  # a damaged header raises whatever the format's plugin happens to raise
         raise InputError(f"the image cannot be opened: {error}") from None
     return rgb_from_image(image, alpha)
+
+
+def _set_up_pillow(limit: int) -> None:
+    # LMDeploy switches this on for the whole process at import, and a cut file then decodes to grey bands.
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    if Image.MAX_IMAGE_PIXELS is not None:  # Pillow's own limit, which would otherwise win over a larger one
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, limit)
 
 
 def _check_size(size: tuple[int, int]) -> None:
@@ -81,38 +105,47 @@ def _check_size(size: tuple[int, int]) -> None:
     if width * height > limit:
         raise InputError(
             f"the image has {width}x{height} = {width * height} pixels, at most {limit} are allowed: "
-            f"send a smaller one, or set {MAX_PIXELS_VARIABLE}"
+            f"{_LARGER}"
         )
 
 
-def _decoded(image: Image.Image) -> Image.Image:
-    # LMDeploy switches this on for the whole process at import, and a cut file then decodes to grey bands.
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
+def _upright(image: Image.Image) -> Image.Image:
+    _set_up_pillow(max_pixels())
     try:
         image.load()
-        return ImageOps.exif_transpose(image)
-    except Exception as error:  # decoders and EXIF parsers raise OSError, SyntaxError, struct.error and more
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
         raise InputError(f"the image is damaged or cut short: {error}") from None
+    # Not ImageOps.exif_transpose: it also rewrites the EXIF data, and fails where that is odd but the pixels sound.
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # unreadable EXIF data says nothing about orientation
+        orientation = None
+    return image.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else image.copy()
 
 
 def _rgb(image: Image.Image, alpha: Alpha) -> Image.Image:
-    if image.mode == "RGB" and not image.has_transparency_data:
-        return image
     if image.mode in _SIXTEEN_BIT_MODES:
-        return _grey_from_sixteen_bit(image).convert("RGB")
+        return _grey_from_sixteen_bit(image, alpha).convert("RGB")
     if image.mode == "F":
         raise InputError("the image has floating-point pixels (mode F): convert it to 8 bit, its range is unknown")
-    if image.has_transparency_data and alpha == "white":
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+    try:
+        if image.has_transparency_data:
+            image = image.convert("RGBA")  # also where alpha is dropped: a palette's would make Pillow warn
+            if alpha == "white":
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
+    except Exception as error:  # Pillow lacks some conversions, and checks palettes and transparent colours late
+        raise InputError(f"the image, of mode {image.mode}, cannot be converted to RGB: {error}") from None
 
 
-def _grey_from_sixteen_bit(image: Image.Image) -> Image.Image:
+def _grey_from_sixteen_bit(image: Image.Image, alpha: Alpha) -> Image.Image:
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise InputError(f"the image's grey values span {values.min()}..{values.max()}, expected 0..65535 (16 bit)")
-    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    grey = ((values + 128) // 257).astype(np.uint8)  # rounded
+    if alpha == "white" and "transparency" in image.info:
+        grey[values == image.info["transparency"]] = 255
+    return Image.fromarray(grey)
 
 
 def _image_from_array(array: np.ndarray) -> Image.Image:

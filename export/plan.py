@@ -78,23 +78,45 @@ def plan_build(model: str | Path, precision: str, runtimes: Sequence[str], limit
 
 
 def find_bundle(model: str | Path) -> Path | None:
-    """The newest bundle in the store that was built from this checkpoint's vision weights, or None.
+    """The newest bundle in the store that fits a checkpoint, or None.
 
     Raises:
         CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
     """
-    family, tower, checkpoint = _open(model)
-    described = _described(tower, checkpoint)
-    wanted = _source(described, checkpoint)
-    facts = described.facts(checkpoint.config)
+    wanted = _fingerprint_of(model)
     found = []
-    for path in bundles_folder().glob(f"{family.name}-*/{MANIFEST}"):
+    for path in bundles_folder().glob(f"*/{MANIFEST}"):
         with contextlib.suppress(BundleError, OSError):  # a damaged neighbour is no reason to find nothing
-            manifest = read_manifest(path.parent)
-            there = (manifest.source.tensors_sha256, manifest.source.config, manifest.facts)
-            if there == (wanted.tensors_sha256, wanted.config, facts):
+            if _fingerprint(read_manifest(path.parent)) == wanted:
                 found.append((path.stat().st_mtime_ns, path.parent))
     return max(found)[1] if found else None
+
+
+def require_fit(model: str | Path, bundle: str | Path) -> None:
+    """Make sure that a bundle was built from a checkpoint's weights and config.
+
+    Raises:
+        BundleError: it was built from others, or cannot be read.
+        CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
+    """
+    manifest = read_manifest(Path(bundle))
+    if _fingerprint(manifest) != _fingerprint_of(model):
+        raise BundleError(
+            f"{bundle} was built from {manifest.source.name}, and the vision weights or config of {model} are others: "
+            f"turbovit build {model}"
+        )
+
+
+def _fingerprint(manifest: Manifest) -> tuple[Any, ...]:
+    source = manifest.source
+    return manifest.family, source.tensors_sha256, source.config, manifest.facts
+
+
+def _fingerprint_of(model: str | Path) -> tuple[Any, ...]:
+    family, tower, checkpoint = _open(model)
+    described = _described(tower, checkpoint)
+    source = _source(described, checkpoint)
+    return family.name, source.tensors_sha256, source.config, described.facts(checkpoint.config)
 
 
 def runtime_version(runtime: str) -> str:

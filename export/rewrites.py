@@ -10,6 +10,7 @@ A rewrite returns how many nodes it changed, and one that leaves an ``Attention`
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -52,15 +53,23 @@ def rewrite_attention(model: ir.Model, form: str) -> int:
 
 
 class _AttentionRule(RewriteRuleClassBase):
-    """What both rules check: plain bidirectional attention with its heads split off before it."""
+    """What both rules check: plain bidirectional attention whose parts all have its heads and head size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.refusals: list[str] = []
 
-    def check(self, context: Any, attention: ir.Value, query: ir.Value, key: ir.Value, **_: Any) -> MatchResult:
+    @abstractmethod
+    def shape(self, heads: int, size: int) -> tuple[int | None, ...]:
+        """What the values that the rule takes and gives must have as shape; None where any size will do."""
+
+    def check(self, context: Any, attention: ir.Value, **values: ir.Value) -> MatchResult:
         result = MatchResult()
-        reason = _reason(attention, query, key)
+        reason = _reason(attention)
+        if reason is None:
+            expected = self.shape(attention.shape[1], attention.shape[3])
+            parts = (values[name] for name in ("query", "key", "value", "joined") if name in values)
+            reason = next((text for part in parts if (text := _misfit(part, expected))), None)
         if reason:
             self.refusals.append(reason)
             return result.fail(reason, attention)
@@ -76,8 +85,11 @@ class _MultiHead(_AttentionRule):
         q = op.Transpose(op.Reshape(query, q_shape), perm=_HEADS_FIRST)
         k = op.Transpose(op.Reshape(key, k_shape), perm=_HEADS_FIRST)
         v = op.Transpose(op.Reshape(value, v_shape), perm=_HEADS_FIRST)
-        attention = op.Attention(q, k, v, _outputs=["attention"])
-        return op.Reshape(op.Transpose(attention, perm=_HEADS_FIRST), out_shape)
+        attention = op.Attention(q, k, v, _outputs=["attention"], _allow_other_inputs=True)
+        return op.Reshape(op.Transpose(attention, perm=_HEADS_FIRST), out_shape, _outputs=["joined"])
+
+    def shape(self, heads: int, size: int) -> tuple[int | None, ...]:
+        return None, None, heads * size
 
     def rewrite(self, op: Any, query: Any, key: Any, value: Any, attention: ir.Value, **_: Any) -> Any:
         attributes: dict[str, Any] = {"num_heads": int(attention.shape[1])}
@@ -91,7 +103,10 @@ class _MatMul(_AttentionRule):
     """Attention on [batch, heads, tokens, size] -> MatMul, Softmax (in float32), MatMul."""
 
     def pattern(self, op: Any, query: Any, key: Any, value: Any) -> Any:
-        return op.Attention(query, key, value, _outputs=["attention"])
+        return op.Attention(query, key, value, _outputs=["attention"], _allow_other_inputs=True)
+
+    def shape(self, heads: int, size: int) -> tuple[int | None, ...]:
+        return None, heads, None, size
 
     def rewrite(self, op: Any, query: Any, key: Any, value: Any, attention: ir.Value, **_: Any) -> Any:
         size = int(attention.shape[-1])
@@ -110,22 +125,27 @@ FORMS: dict[str, Callable[[], _AttentionRule] | None] = {
 }
 
 
-def _reason(attention: ir.Value, query: ir.Value, key: ir.Value) -> str | None:
+def _reason(attention: ir.Value) -> str | None:
+    if any(extra is not None for extra in attention.producer().inputs[3:]):
+        return "it has a mask or a cache"
     if _attribute(attention, "is_causal", 0):
         return "it is causal"
     if _attribute(attention, "softcap", 0.0):
         return "it caps its scores"
-    for value in (attention, query, key):
-        if value.shape is None or value.dtype is None:
-            return f"the shape or dtype of {value.name} is unknown"
-    if len(attention.shape) != 4 or not isinstance(attention.shape[1], int) or not isinstance(attention.shape[3], int):
-        return f"its output is {attention.shape}, expected [batch, heads, tokens, size] with fixed heads and size"
-    heads = attention.shape[1]
-    for value in (query, key):
-        total = value.shape[-1] if len(value.shape) == 3 else value.shape[1] * value.shape[3]
-        if total != heads * attention.shape[3]:
-            return f"{value.name} has {value.shape}, other heads than the output's {attention.shape}"
-    return None
+    return _misfit(attention, (None, int, None, int))
+
+
+def _misfit(value: ir.Value, expected: tuple[int | type[int] | None, ...]) -> str | None:
+    """Why a value has not the `expected` shape: per axis a number, any number (`int`) or anything (None)."""
+    if value.shape is None or value.dtype is None:
+        return f"the shape or dtype of {value.name} is unknown"
+    if len(value.shape) == len(expected) and all(
+        dim is None or dim == found or (dim is int and isinstance(found, int))
+        for dim, found in zip(expected, value.shape, strict=True)
+    ):
+        return None
+    wanted = ", ".join("any" if dim is None else "a number" if dim is int else str(dim) for dim in expected)
+    return f"{value.name} has the shape {value.shape}, expected [{wanted}]"
 
 
 def _attribute(value: ir.Value, name: str, default: Any) -> Any:

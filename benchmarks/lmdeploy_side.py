@@ -1,0 +1,44 @@
+"""A request as LMDeploy makes it: its own ImageEncoder and MultimodalProcessor, without a language engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from turbovit.lmdeploy_ext import install
+from turbovit.lmdeploy_ext.base import BUNDLE_VARIABLE
+
+
+class LMDeploySide:
+    """LMDeploy's request path for backend turbomind, from messages to what the engine gets."""
+
+    def __init__(self, checkpoint: Path, bundle: Path):
+        import torch
+
+        install()
+        from lmdeploy.model import get_chat_template
+        from lmdeploy.serve.processors import MultimodalProcessor
+        from lmdeploy.tokenizer import Tokenizer
+        from lmdeploy.vl.engine import ImageEncoder
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.dict(os.environ, {BUNDLE_VARIABLE: str(bundle)}))
+            if not torch.cuda.is_available():
+                # LMDeploy asks the driver how much memory is free before it loads a vision model.
+                stack.enter_context(patch("torch.cuda.mem_get_info", return_value=(0, 0)))
+            self.encoder = ImageEncoder(str(checkpoint), "turbomind")
+        self.tokenizer = Tokenizer(str(checkpoint))
+        self.chat_template = get_chat_template(str(checkpoint))
+        self.processor = MultimodalProcessor(
+            self.tokenizer, self.chat_template, vl_encoder=self.encoder, backend="turbomind"
+        )
+
+    def request(
+        self, messages: str | list[dict[str, Any]], do_preprocess: bool = True, **kwargs: Any
+    ) -> dict[str, Any]:
+        """What LMDeploy would hand to TurboMind for `messages`."""
+        return asyncio.run(self.processor.get_prompt_input(messages, do_preprocess, **kwargs))

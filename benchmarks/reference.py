@@ -1,0 +1,90 @@
+"""The reference that requests are proved against: transformers' own processor and whole model, in float32.
+
+It shares no code with `turbovit.lmdeploy_ext`: what it says about a conversation is what transformers says.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A request beside the reference.
+
+    Attributes:
+        ids_equal: whether the token ids are the reference's.
+        logits_error: largest absolute difference of the logits; None where the ids differ.
+    """
+
+    ids_equal: bool
+    logits_error: float | None
+
+
+class Reference(ABC):
+    """A family's processor and model."""
+
+    @abstractmethod
+    def __init__(self, checkpoint: Path):
+        """Load both from a checkpoint folder."""
+
+    @abstractmethod
+    def inputs_from_messages(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Mapping[str, Tensor]:
+        """The processor's output for a chat in Hugging Face's form, batch 1."""
+
+    @abstractmethod
+    def inputs_from_prompt(self, prompt: str, images: Sequence[Any], **options: Any) -> Mapping[str, Tensor]:
+        """The processor's output for a prompt without chat template, batch 1."""
+
+    @abstractmethod
+    def logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The whole model's logits [tokens, vocabulary]."""
+
+    @abstractmethod
+    def spliced_logits(self, request: Mapping[str, Any]) -> Tensor:
+        """The language model's logits with a request's embeddings in place of its placeholders."""
+
+    def compare(self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> Comparison:
+        """A request beside the processor's output for the same conversation."""
+        if list(request["input_ids"]) != inputs["input_ids"][0].tolist():
+            return Comparison(ids_equal=False, logits_error=None)
+        difference = self.spliced_logits(request) - self.logits(inputs)
+        return Comparison(ids_equal=True, logits_error=float(difference.abs().max()))
+
+
+def spliced(embeddings: Tensor, request: Mapping[str, Any]) -> Tensor:
+    """`embeddings` [tokens, hidden] with the request's own at its ranges."""
+    result = embeddings.clone()
+    for rows, (begin, end) in zip(
+        request.get("input_embeddings", []), request.get("input_embedding_ranges", []), strict=True
+    ):
+        result[begin:end] = rows
+    return result
+
+
+def chat_from_lmdeploy(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation in LMDeploy's form (with PIL images as ``image_data``) in Hugging Face's."""
+    return [{"role": message["role"], "content": _parts(message["content"])} for message in messages]
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [
+        {"type": "text", "text": part["text"]}
+        if part["type"] == "text"
+        else {"type": "image", "image": part["image_data"]["data"]}
+        for part in content
+    ]
+
+
+def float32_model(model_class: Any, checkpoint: Path) -> Any:
+    """A transformers model in eval mode and float32."""
+    return model_class.from_pretrained(checkpoint, dtype=torch.float32).eval()

@@ -1,0 +1,202 @@
+"""Every touch of LMDeploy's private parts, seen in lmdeploy 0.18.0.
+
+`PRIVATE_PARTS` lists them; `check()` fails where one is gone or takes other arguments than those that are used
+here, and a test runs it against the installed LMDeploy.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from turbovit.engines.errors import InputError, UnsupportedBackendError
+from turbovit.engines.families import FAMILIES, FamilyRow, load
+from turbovit.engines.images import rgb_from_bytes
+
+# What is used, as module:attribute, and the parameters that it must have.
+PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
+    "lmdeploy.vl.model.base:VISION_MODELS.register_module": ("name", "force", "module"),
+    "lmdeploy.vl.model.base:VisionModel.__init__": ("model_path", "with_llm", "max_memory", "hf_config", "backend"),
+    "lmdeploy.serve.processors.multimodal:ImageMediaIO.__init__": ("image_mode", "kwargs"),
+    "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_bytes": ("data",),
+    "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_base64": ("media_type", "data"),
+    "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_file": ("file_path",),
+    "lmdeploy.serve.processors.multimodal:MultimodalProcessor._get_text_prompt_input": ("prompt", "do_preprocess"),
+    "lmdeploy.serve.processors.multimodal:MultimodalProcessor._get_multimodal_prompt_input": ("media_io_kwargs",),
+    "lmdeploy.serve.processors.multimodal:MultimodalProcessor._parse_multimodal_item": (
+        "i",
+        "in_messages",
+        "out_messages",
+        "media_io_kwargs",
+        "allowed_media_domains",
+    ),
+    "lmdeploy.vl.engine:_raise_exception_on_finish": ("task",),
+    "lmdeploy.archs:autoget_backend": ("model_path", "trust_remote_code"),
+    "lmdeploy.archs:get_model_arch": ("model_path", "trust_remote_code"),
+    "lmdeploy.model:HFChatTemplate.messages2prompt": ("messages",),
+    "lmdeploy.model:BaseChatTemplate.messages2prompt": ("messages",),
+    "lmdeploy.tokenizer:Tokenizer.encode": ("s", "add_bos", "add_special_tokens"),
+}
+_ALPHA = "turbovit_alpha"  # travels to ImageMediaIO among LMDeploy's own media_io_kwargs
+
+
+def check() -> list[str]:
+    """What of LMDeploy is not as it was in 0.18.0, one line each; empty where all is well."""
+    problems = []
+    for path, expected in PRIVATE_PARTS.items():
+        module, names = path.split(":")
+        try:
+            part = functools.reduce(getattr, names.split("."), import_module(module))
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{path} is gone: {error}")
+            continue
+        parameters = inspect.signature(part).parameters
+        missing = [name for name in expected if name not in parameters]
+        if missing:
+            problems.append(f"{path} takes {list(parameters)}, expected {missing} too")
+    return problems
+
+
+@functools.cache
+def vision_model_class(row: FamilyRow) -> type:
+    """The family's class over LMDeploy's own, which keeps doing what is not compiled (backend pytorch)."""
+    import lmdeploy.vl.model.builder  # noqa: F401  (importing it registers LMDeploy's classes)
+    from lmdeploy.vl.model.base import VISION_MODELS
+
+    compiled = load(row.vision_model)
+    stock = VISION_MODELS.get(row.registry_name)
+    return type(row.registry_name, (compiled, stock), {"__module__": compiled.__module__, "__doc__": compiled.__doc__})
+
+
+def register_vision_models() -> None:
+    """Put the compiled classes in the places of LMDeploy's; names, order and match rules stay."""
+    from lmdeploy.vl.model.base import VISION_MODELS
+
+    for row in FAMILIES:
+        module = vision_model_class(row)
+        VISION_MODELS.register_module(name=row.registry_name, module=module, force=True)
+
+
+def patch_image_loading() -> None:
+    """Images are checked by their header, decoded strictly and brought to RGB by the family's rule."""
+    from lmdeploy.serve.processors import multimodal
+
+    class StrictImageMediaIO(multimodal.ImageMediaIO):  # type: ignore[misc, name-defined]
+        """LMDeploy's loader with turbovit's decoding; other models get the same pixels, composited on white."""
+
+        def load_bytes(self, data: bytes) -> Any:
+            image = rgb_from_bytes(data, self.kwargs.get(_ALPHA, "white"))
+            return image if self.image_mode == "RGB" else image.convert(self.image_mode)
+
+        def load_file(self, file_path: Any) -> Any:
+            return self.load_bytes(file_path.read_bytes())
+
+    multimodal.ImageMediaIO = StrictImageMediaIO
+
+
+def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
+    """Wrap what `MultimodalProcessor` does with images and with prompts that have none.
+
+    Args:
+        compiled_model: gives the compiled vision model of an image encoder, or None where it has none.
+    """
+    from lmdeploy.serve.processors.multimodal import MultimodalProcessor
+
+    parse = MultimodalProcessor._parse_multimodal_item
+    text_input = MultimodalProcessor._get_text_prompt_input
+    multimodal_input = MultimodalProcessor._get_multimodal_prompt_input
+
+    @functools.wraps(parse)
+    def parse_naming_errors(
+        i: int, in_messages: list[dict], out_messages: list[dict], media_io_kwargs: dict, *args: Any, **kwargs: Any
+    ) -> None:
+        content = in_messages[i].get("content")
+        if not isinstance(content, list):
+            return parse(i, in_messages, out_messages, media_io_kwargs, *args, **kwargs)
+        parsed: list[Any] = []
+        message = dict(in_messages[i])
+        for number, part in enumerate(content, 1):
+            single: list[Any] = [None]
+            try:
+                parse(0, [{**message, "content": [part]}], single, media_io_kwargs, *args, **kwargs)
+            except Exception as error:  # loaders raise ValueError, OSError, binascii, requests and PIL errors
+                where = f"message {i} ({message.get('role')}), {_part_label(content, number)}"
+                raise InputError(f"{where}: {_one_line(error)}") from error
+            parsed += single[0]["content"]
+        out_messages[i] = {**message, "content": parsed}
+        return None
+
+    @functools.wraps(text_input)
+    async def checked_text_input(self: Any, prompt: Any, do_preprocess: bool, *args: Any, **kwargs: Any) -> dict:
+        model = compiled_model(self.vl_encoder)
+        if model is not None:
+            model.check_text(prompt)
+        return await text_input(self, prompt, do_preprocess, *args, **kwargs)
+
+    @functools.wraps(multimodal_input)
+    async def multimodal_input_with_alpha(self: Any, *args: Any, media_io_kwargs: Any = None, **kwargs: Any) -> dict:
+        model = compiled_model(self.vl_encoder)
+        if model is not None:
+            given = media_io_kwargs or {}
+            media_io_kwargs = {**given, "image": {**given.get("image", {}), _ALPHA: model.encoder.preprocessor.alpha}}
+        return await multimodal_input(self, *args, media_io_kwargs=media_io_kwargs, **kwargs)
+
+    MultimodalProcessor._parse_multimodal_item = staticmethod(parse_naming_errors)
+    MultimodalProcessor._get_text_prompt_input = checked_text_input
+    MultimodalProcessor._get_multimodal_prompt_input = multimodal_input_with_alpha
+
+
+def quiet_refusals() -> None:
+    """A refused request raises where it is awaited; LMDeploy's callback would also log it as a crash of the loop."""
+    from lmdeploy.vl import engine
+
+    engine._raise_exception_on_finish = lambda task: task.cancelled() or task.exception()
+
+
+def patch_backend_choice(refusal: Callable[[str], str | None]) -> None:
+    """Refuse where LMDeploy would silently fall back from TurboMind to its PyTorch engine.
+
+    Args:
+        refusal: gives the message for an architecture that TurboMind has no language model for, else None.
+    """
+    from lmdeploy import archs
+
+    choose = archs.autoget_backend
+
+    @functools.wraps(choose)
+    def choose_or_refuse(model_path: str, *args: Any, **kwargs: Any) -> str:
+        message = refusal(archs.get_model_arch(model_path, *args, **kwargs)[0])
+        if message:
+            raise UnsupportedBackendError(message)
+        return choose(model_path, *args, **kwargs)
+
+    archs.autoget_backend = choose_or_refuse
+
+
+def is_raw(chat_template: Any) -> bool:
+    """Whether this is the empty template that LMDeploy uses for ``do_preprocess=False``."""
+    from lmdeploy.model import BaseChatTemplate
+
+    return type(chat_template) is BaseChatTemplate
+
+
+def takes_parts(chat_template: Any) -> bool:
+    """Whether a template takes contents as lists of parts (a Hugging Face one), and not as strings."""
+    from lmdeploy.model import HFChatTemplate
+
+    return isinstance(chat_template, HFChatTemplate)
+
+
+def _part_label(content: list[Any], number: int) -> str:
+    """``image 2`` for the second image of a message, ``part 3`` for its third part that is no image."""
+    kinds = [str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content[:number]]
+    if kinds[-1].startswith("image"):
+        return f"image {sum(kind.startswith('image') for kind in kinds)}"
+    return f"part {number} ({kinds[-1]})"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

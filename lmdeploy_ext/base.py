@@ -1,0 +1,182 @@
+"""What the compiled vision models share: LMDeploy's steps for backend turbomind, over an `Encoder`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from turbovit.engines.encoder import Encoder, open_encoder
+from turbovit.engines.errors import BundleError, InputError
+from turbovit.engines.preprocessor import Encoded, Pixels
+from turbovit.lmdeploy_ext import adapter
+from turbovit.lmdeploy_ext.conversation import (
+    FORWARD,
+    PREPROCESS,
+    Conversation,
+    ImagePart,
+    conversation_from_messages,
+    raw_prompt,
+    refuse_reserved,
+    with_markers_applied,
+)
+from turbovit.lmdeploy_ext.prompt import template_messages
+
+logger = logging.getLogger("turbovit")
+
+AUTO_BUILD_VARIABLE = "TURBOVIT_AUTO_BUILD"
+BUNDLE_VARIABLE = "TURBOVIT_BUNDLE"
+
+
+class CompiledVisionModel:
+    """The compiled half of a vision model; `adapter.vision_model_class` puts it in front of LMDeploy's own class.
+
+    On backend pytorch, and when LMDeploy loads the whole model (``with_llm``), everything is LMDeploy's own.
+
+    Attributes:
+        reserved: strings that mark an image's place in the family's prompts; refused in texts.
+        placeholder: the one that stands for a whole image before it is expanded.
+        bundle: the bundle's folder; None looks in ``$TURBOVIT_BUNDLE``, then in the store.
+        device: where the engine shall run.
+    """
+
+    reserved: ClassVar[tuple[str, ...]]
+    placeholder: ClassVar[str]
+
+    bundle: str | Path | None = None
+    device: str = "auto"
+    encoder: Encoder
+
+    # Set by LMDeploy's VisionModel.
+    model_path: str
+    backend: str
+
+    @property
+    def compiled(self) -> bool:
+        """Whether this object encodes with an engine (and is not LMDeploy's own class in all it does)."""
+        return hasattr(self, "encoder")
+
+    def build_model(self, trust_remote_code: bool = False) -> None:
+        """Open the bundle of this checkpoint; build it first where ``TURBOVIT_AUTO_BUILD=1`` and there is none.
+
+        Raises:
+            BundleError: there is none; gives the command that builds it.
+        """
+        if self.backend != "turbomind":
+            super().build_model(trust_remote_code=trust_remote_code)  # type: ignore[misc]
+            return
+        self.encoder = open_encoder(self._bundle_folder(), device=self.device)
+
+    def preprocess(self, messages: list[dict]) -> list[dict]:
+        """Append ``role='preprocess'`` with one entry an image, in prompt order.
+
+        Raises:
+            InputError: a message or image cannot be used; names it.
+        """
+        if not self.compiled:
+            return super().preprocess(messages)  # type: ignore[misc]
+        images = conversation_from_messages(messages).images
+        entries = [{"pixels": pixels, "image_tokens": sum(pixels.runs)} for pixels in map(self._pixels, images)]
+        messages.append({"role": PREPROCESS, "content": entries})
+        return messages
+
+    def forward(self, messages: list[dict], max_batch_size: int = 1) -> list[dict]:
+        """Append ``role='forward'`` with one tensor [tokens, hidden] an image, in prompt order.
+
+        Args:
+            max_batch_size: how many rows (crops, tiles) one engine run may have; changes no result.
+        """
+        if not self.compiled:
+            return super().forward(messages, max_batch_size)  # type: ignore[misc]
+        pixels: list[Pixels] = [entry["pixels"] for entry in _content(messages, PREPROCESS)]
+        encoded = self.encoder.encode_pixels(pixels, max_batch_size)
+        messages.append({"role": FORWARD, "content": [one.features for one in encoded]})
+        return messages
+
+    def to_turbomind(
+        self,
+        messages: list[dict],
+        chat_template: Any,
+        tokenizer: Any,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """TurboMind's request: prompt, input_ids, input_embeddings and input_embedding_ranges.
+
+        Raises:
+            InputError: a text holds a reserved string, or a raw prompt's placeholders are not its images'.
+        """
+        if not self.compiled:
+            return super().to_turbomind(  # type: ignore[misc]
+                messages, chat_template, tokenizer, tools=tools, chat_template_kwargs=chat_template_kwargs, **kwargs
+            )
+        pixels: list[Pixels] = [entry["pixels"] for entry in _content(messages, PREPROCESS)]
+        features: list[torch.Tensor] = _content(messages, FORWARD)
+        encoded = [Encoded(tensor, one.runs) for tensor, one in zip(features, pixels, strict=True)]
+        conversation = conversation_from_messages(messages)
+        if adapter.is_raw(chat_template) or conversation.has_token_ids:
+            prompt = raw_prompt(conversation)
+        else:
+            prompt = self._prompt(conversation, chat_template, tools, chat_template_kwargs or {})
+        if isinstance(prompt, str):
+            return self.request_from_text(prompt, encoded, tokenizer)
+        return self.request_from_ids(prompt, encoded, tokenizer)
+
+    def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+        """The request for a prompt that has one `placeholder` an image."""
+        raise NotImplementedError
+
+    def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+        """The request for token ids that hold the family's placeholders."""
+        raise NotImplementedError
+
+    def check_text(self, prompt: str | Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a text-only request, a string or messages, that holds a reserved string.
+
+        Raises:
+            InputError: names the string.
+        """
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        refuse_reserved(conversation_from_messages(messages), self.reserved)
+
+    def _prompt(
+        self, conversation: Conversation, chat_template: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]
+    ) -> str:
+        refuse_reserved(conversation, self.reserved)
+        placeholder = None if adapter.takes_parts(chat_template) else self.placeholder
+        messages = template_messages(with_markers_applied(conversation), placeholder)
+        return chat_template.messages2prompt(messages, tools=tools, **options)
+
+    def _pixels(self, image: ImagePart) -> Pixels:
+        try:
+            return self.encoder.preprocessor.pixels_from_image(image.data)
+        except InputError as error:
+            raise InputError(f"{image.label}: {error}") from None
+
+    def _bundle_folder(self) -> Path:
+        from turbovit.export.plan import find_bundle, require_fit
+
+        given = self.bundle or os.environ.get(BUNDLE_VARIABLE)
+        if given:
+            require_fit(self.model_path, given)
+            return Path(given)
+        found = find_bundle(self.model_path)
+        if found:
+            return found
+        if os.environ.get(AUTO_BUILD_VARIABLE) == "1":
+            from turbovit.export.build import build
+
+            return build(self.model_path, report=logger.info).bundle.path
+        raise BundleError(
+            f"there is no engine bundle for {self.model_path}: build it with\n  turbovit build {self.model_path}\n"
+            f"or set {AUTO_BUILD_VARIABLE}=1 to build it on the first start"
+        )
+
+
+def _content(messages: Sequence[Mapping[str, Any]], role: str) -> list[Any]:
+    return next(message["content"] for message in reversed(messages) if message["role"] == role)

@@ -1,0 +1,117 @@
+"""What the installed LMDeploy can do with a family, found by looking at it and never by its version number."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+State = Literal["have", "missing", "unknown"]
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that an architecture needs of TurboMind's language half.
+
+    Attributes:
+        what: in words.
+        signs: names of which TurboMind's Python side would hold at least one if it had this.
+    """
+
+    what: str
+    signs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A need and whether it is met."""
+
+    what: str
+    state: State
+
+
+NEEDS: dict[str, tuple[Need, ...]] = {
+    "Gemma3ForConditionalGeneration": (
+        Need("norms behind attention and feed-forward", ("post_feedforward_layernorm", "post_ffn_norm")),
+        Need("attention in both directions within an image", ("bidirectional", "token_type_ids")),
+    ),
+}
+
+
+def language_findings(architecture: str) -> tuple[Finding, ...]:
+    """What the installed TurboMind has of the language half of `architecture`.
+
+    The first finding is whether it has a language model for it at all; without LMDeploy all are ``unknown``.
+    """
+    folder = _turbomind_folder()
+    model = f"a language model for {architecture}"
+    embeddings = "features from Python at prompt positions"
+    needs = NEEDS.get(architecture, ())
+    if folder is None:
+        return tuple(Finding(what, "unknown") for what in (model, embeddings, *(need.what for need in needs)))
+    has_model = architecture in _supported_architectures(folder)
+    has_embeddings = {"input_embeddings", "input_embedding_ranges"} <= _request_parameters(folder)
+    source = _sources(folder)
+    return (
+        Finding(model, _state(has_model)),
+        Finding(embeddings, _state(has_embeddings)),
+        *(Finding(need.what, _state(any(sign in source for sign in need.signs))) for need in needs),
+    )
+
+
+def turbomind_refusal(architecture: str) -> str | None:
+    """Why TurboMind cannot run an architecture that turbovit serves; None where it can, or it is none of ours."""
+    if architecture not in NEEDS:
+        return None
+    missing = [finding.what for finding in language_findings(architecture) if finding.state != "have"]
+    if not missing:
+        return None
+    return (
+        f"the installed LMDeploy's TurboMind cannot run {architecture}: it lacks {'; '.join(missing)}. The compiled "
+        f"vision half works with it, the language half does not. Use LMDeploy's PyTorch engine: "
+        f"pipeline(..., backend_config=PytorchEngineConfig()) or --backend pytorch"
+    )
+
+
+def _state(there: bool) -> State:
+    return "have" if there else "missing"
+
+
+@cache
+def _turbomind_folder() -> Path | None:
+    # Found without importing it: that would load the CUDA extension.
+    spec = importlib.util.find_spec("lmdeploy")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0]) / "turbomind"
+    return folder if (folder / "supported_models.py").is_file() else None
+
+
+def _supported_architectures(folder: Path) -> set[str]:
+    """The keywords of ``SUPPORTED_ARCHS = dict(...)``."""
+    for node in ast.walk(ast.parse((folder / "supported_models.py").read_text())):
+        if isinstance(node, ast.Assign) and any(
+            getattr(target, "id", "") == "SUPPORTED_ARCHS" for target in node.targets
+        ):
+            if isinstance(node.value, ast.Call):
+                return {keyword.arg for keyword in node.value.keywords if keyword.arg}
+            if isinstance(node.value, ast.Dict):
+                return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    return set()
+
+
+def _request_parameters(folder: Path) -> set[str]:
+    """The parameters of ``TurboMindInstance.prepare_inputs``."""
+    for node in ast.walk(ast.parse((folder / "turbomind.py").read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name == "prepare_inputs":
+            return {argument.arg for argument in node.args.args}
+    return set()
+
+
+@cache
+def _sources(folder: Path) -> str:
+    files = sorted(path for sub in ("models", "builders") for path in (folder / sub).glob("*.py"))
+    return "\n".join(path.read_text() for path in files)

@@ -1,0 +1,175 @@
+"""LMDeploy's message dicts become dataclasses here, and the rules about messages are applied once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from turbovit.engines.errors import InputError
+
+IMAGE_MARKER = "<IMAGE_TOKEN>"  # LMDeploy's documented way to say in a text where an image stands
+PREPROCESS, FORWARD = "preprocess", "forward"
+_PIPELINE_ROLES = (PREPROCESS, FORWARD)  # entries that LMDeploy's own steps add to the messages
+_IMAGE_ROLES = ("user", "tool")  # LMDeploy loads the images of no other role
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text part."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """A text part that is tokenised already, as LMDeploy's /generate endpoint sends it."""
+
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """An image part, and what it is called in error messages."""
+
+    data: Any
+    label: str
+
+
+Part = Text | TokenIds | ImagePart
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message.
+
+    Attributes:
+        plain: whether its content was a string and not a list of parts.
+        extras: its other entries, such as tool calls.
+    """
+
+    role: str
+    parts: tuple[Part, ...]
+    plain: bool
+    extras: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """All text parts, joined with newlines as LMDeploy joins them for text-only requests."""
+        return "\n".join(part.text for part in self.parts if isinstance(part, Text))
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A request's messages, in order."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """All images in prompt order."""
+        return [part for turn in self.turns for part in turn.parts if isinstance(part, ImagePart)]
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether any text is tokenised already."""
+        return any(isinstance(part, TokenIds) for turn in self.turns for part in turn.parts)
+
+
+def conversation_from_messages(messages: Iterable[Mapping[str, Any]]) -> Conversation:
+    """Convert, and check what does not depend on the family.
+
+    Raises:
+        InputError: a content or role that cannot be used; names the message and part.
+    """
+    own = [message for message in messages if message["role"] not in _PIPELINE_ROLES]
+    return Conversation(tuple(_turn(index, message) for index, message in enumerate(own)))
+
+
+def raw_prompt(conversation: Conversation) -> str | list[int]:
+    """The prompt of a request without chat template: its texts joined, or its token ids.
+
+    Raises:
+        InputError: there is more than one message, no text, or text beside token ids.
+    """
+    if len(conversation.turns) != 1:
+        raise InputError(f"a raw prompt is one message, got {len(conversation.turns)}")
+    texts = [part for part in conversation.turns[0].parts if not isinstance(part, ImagePart)]
+    if texts and all(isinstance(part, Text) for part in texts):
+        return "".join(part.text for part in texts if isinstance(part, Text))
+    if len(texts) == 1 and isinstance(texts[0], TokenIds):
+        return texts[0].ids
+    raise InputError(f"a raw prompt is text or one list of token ids, got {len(texts)} parts of both kinds")
+
+
+def with_markers_applied(conversation: Conversation) -> Conversation:
+    """Images stand where ``<IMAGE_TOKEN>`` does in messages that have exactly as many markers as images.
+
+    In all other messages the marker is plain text.
+    """
+    return Conversation(tuple(_with_markers_applied(turn) for turn in conversation.turns))
+
+
+def refuse_reserved(conversation: Conversation, reserved: Sequence[str]) -> None:
+    """Refuse a text that holds a placeholder string: it would take an image's place in the prompt.
+
+    Raises:
+        InputError: names the string and the message.
+    """
+    for index, turn in enumerate(conversation.turns):
+        for part in turn.parts:
+            for word in reserved if isinstance(part, Text) else ():
+                if word in part.text:
+                    raise InputError(
+                        f"message {index} ({turn.role}): its text holds {word!r}, which marks an image's place in "
+                        f"this model's prompts: remove it from the text"
+                    )
+
+
+def _turn(index: int, message: Mapping[str, Any]) -> Turn:
+    role, content = message["role"], message.get("content")
+    extras = {key: value for key, value in message.items() if key not in ("role", "content")}
+    if content is None or isinstance(content, str):
+        return Turn(role, (Text(content or ""),), plain=True, extras=extras)
+    if not isinstance(content, list):
+        raise InputError(
+            f"message {index} ({role}): its content is a {type(content).__name__}, expected text or a list"
+        )
+    parts: list[Part] = []
+    for part in content:
+        number = sum(isinstance(known, ImagePart) for known in parts) + 1
+        parts.append(_part(part, role, f"message {index} ({role})", number))
+    return Turn(role, tuple(parts), plain=False, extras=extras)
+
+
+def _part(part: Any, role: str, message: str, number: int) -> Part:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return Text(part["text"])
+    if kind == "text" and isinstance(part.get("text"), list):
+        return TokenIds(part["text"])
+    if isinstance(kind, str) and kind.startswith("image"):
+        if role not in _IMAGE_ROLES:
+            raise InputError(
+                f"{message}, image {number}: only messages of the roles {', '.join(_IMAGE_ROLES)} can hold images"
+            )
+        return ImagePart(part.get("data"), f"{message}, image {number}")
+    shown = f"of type {kind!r}" if isinstance(part, Mapping) else f"a {type(part).__name__}"
+    raise InputError(f"{message}: a part is {shown}, expected a text or an image")
+
+
+def _with_markers_applied(turn: Turn) -> Turn:
+    images = [part for part in turn.parts if isinstance(part, ImagePart)]
+    markers = sum(part.text.count(IMAGE_MARKER) for part in turn.parts if isinstance(part, Text))
+    if not images or markers != len(images):
+        return turn
+    remaining = iter(images)
+    parts: list[Part] = []
+    for part in turn.parts:
+        if isinstance(part, Text):
+            for number, piece in enumerate(part.text.split(IMAGE_MARKER)):
+                if number:
+                    parts.append(next(remaining))
+                if piece:
+                    parts.append(Text(piece))
+    return replace(turn, parts=tuple(parts))

@@ -1,0 +1,73 @@
+"""Putting the compiled vision models into LMDeploy, and loading one without a language engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from turbovit.engines.errors import RuntimeUnavailableError
+from turbovit.engines.families import family_from_architecture
+
+_installed = False
+
+
+def install() -> None:
+    """Make LMDeploy of this process use the compiled vision models. A second call does nothing.
+
+    Replaces the families' classes in LMDeploy's registry, its image loading and the steps around its prompts,
+    and makes LMDeploy refuse, instead of falling back in silence, where TurboMind cannot run the architecture.
+
+    Raises:
+        RuntimeUnavailableError: LMDeploy is not installed, or not built as it was in 0.18.
+    """
+    global _installed
+    if _installed:
+        return
+    from turbovit.lmdeploy_ext import adapter
+    from turbovit.lmdeploy_ext.capability import turbomind_refusal
+
+    problems = adapter.check()
+    if problems:
+        raise RuntimeUnavailableError(
+            f"turbovit needs lmdeploy 0.18 (pip install 'turbovit[lmdeploy]'); in the one here {'; '.join(problems)}"
+        )
+    adapter.register_vision_models()
+    adapter.patch_image_loading()
+    adapter.patch_prompt_inputs(compiled_model)
+    adapter.quiet_refusals()
+    adapter.patch_backend_choice(turbomind_refusal)
+    _installed = True
+
+
+def compiled_model(image_encoder: Any) -> Any:
+    """The vision model of LMDeploy's `ImageEncoder`, if it is one that encodes with an engine; else None."""
+    from turbovit.lmdeploy_ext.base import CompiledVisionModel
+
+    model = getattr(image_encoder, "model", None)
+    return model if isinstance(model, CompiledVisionModel) and model.compiled else None
+
+
+def load_vision_model(model_path: str | Path, bundle: str | Path | None = None, device: str = "auto") -> Any:
+    """A vision model as LMDeploy would load it for TurboMind, without a GPU and without a language engine.
+
+    Args:
+        model_path: a checkpoint folder.
+        bundle: the bundle's folder; None looks in ``$TURBOVIT_BUNDLE``, then in the store.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        BundleError: there is no bundle, or it does not fit the checkpoint.
+        CheckpointError, UnsupportedModelError: the checkpoint cannot be used.
+    """
+    install()
+    from lmdeploy.archs import get_model_arch
+
+    from turbovit.lmdeploy_ext import adapter
+
+    architecture, config = get_model_arch(str(model_path))
+    model_class = adapter.vision_model_class(family_from_architecture(architecture))
+    model = model_class(model_path=str(model_path), hf_config=config, backend="turbomind")
+    model.bundle, model.device = bundle, device
+    model.build_preprocessor()
+    model.build_model()
+    return model

@@ -1,0 +1,106 @@
+"""From a conversation and encoded images to TurboMind's request: prompt, ids, embeddings and their ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from turbovit.engines.errors import InputError
+from turbovit.lmdeploy_ext.conversation import Conversation, Text, Turn
+
+
+def template_messages(conversation: Conversation, placeholder: str | None) -> list[dict[str, Any]]:
+    """The conversation as a chat template takes it.
+
+    Args:
+        placeholder: None for a Hugging Face template, which gets lists of parts; else what stands for an image
+            in the strings that LMDeploy's own templates get.
+    """
+    return [{**turn.extras, "role": turn.role, "content": _content(turn, placeholder)} for turn in conversation.turns]
+
+
+def _content(turn: Turn, placeholder: str | None) -> str | list[dict[str, str]]:
+    # Templates read only the first part of a system message, so its texts go in as one.
+    if turn.plain or turn.role == "system":
+        return turn.text
+    if placeholder is not None:
+        return "".join(part.text if isinstance(part, Text) else placeholder for part in turn.parts)
+    return [{"type": "text", "text": part.text} if isinstance(part, Text) else {"type": "image"} for part in turn.parts]
+
+
+def expanded(prompt: str, placeholder: str, replacements: Sequence[str]) -> str:
+    """`prompt` with the n-th `placeholder` replaced by the n-th of `replacements`.
+
+    Raises:
+        InputError: their numbers differ.
+    """
+    pieces = prompt.split(placeholder)
+    if len(pieces) - 1 != len(replacements):
+        raise InputError(
+            f"the prompt has {len(pieces) - 1} x {placeholder!r} for {len(replacements)} images: it needs one each"
+        )
+    return pieces[0] + "".join(text + piece for text, piece in zip(replacements, pieces[1:], strict=True))
+
+
+def ids_from_prompt(prompt: str, tokenizer: Any) -> list[int]:
+    """Token ids of a whole prompt, with exactly one BOS where the tokenizer adds one.
+
+    Args:
+        tokenizer: LMDeploy's `Tokenizer`.
+    """
+    bos = tokenizer.model.model.bos_token
+    begins_with_bos = bool(bos) and prompt.startswith(bos)
+    return tokenizer.encode(prompt, add_bos=True, add_special_tokens=not begins_with_bos)
+
+
+def ids_from_text(text: str, tokenizer: Any) -> list[int]:
+    """Token ids of a text as it stands, without BOS."""
+    return tokenizer.encode(text, add_bos=True, add_special_tokens=False)
+
+
+def text_from_ids(ids: Sequence[int], tokenizer: Any) -> str | None:
+    """The text that tokenises to exactly `ids`, or None where there is none."""
+    text = tokenizer.model.model.decode(ids, skip_special_tokens=False)
+    return text if ids_from_text(text, tokenizer) == list(ids) else None
+
+
+def runs_of(ids: Sequence[int], token: int) -> list[list[int]]:
+    """[begin, end) of every longest run of `token`."""
+    runs: list[list[int]] = []
+    for position, value in enumerate(ids):
+        if value == token:
+            if runs and runs[-1][1] == position:
+                runs[-1][1] += 1
+            else:
+                runs.append([position, position + 1])
+    return runs
+
+
+def turbomind_request(
+    prompt: str | None,
+    ids: list[int],
+    token: int,
+    embeddings: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """TurboMind's request, once the runs of placeholder ids are known to fit the embeddings.
+
+    Args:
+        ids: the whole prompt, placeholders expanded.
+        token: the placeholder's id.
+        embeddings: one tensor [tokens, hidden] a run, in prompt order.
+
+    Raises:
+        InputError: the runs are not those of the images.
+    """
+    ranges = runs_of(ids, token)
+    found, expected = [end - begin for begin, end in ranges], [len(tensor) for tensor in embeddings]
+    if found != expected:
+        raise InputError(f"the prompt has runs of {found} image tokens, its images have {expected}")
+    return {
+        "prompt": prompt,
+        "input_ids": ids,
+        "input_embeddings": list(embeddings),
+        "input_embedding_ranges": ranges,
+    }
