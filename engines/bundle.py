@@ -76,6 +76,10 @@ class OutputError:
     max_abs: float
     finite: bool
 
+    def __str__(self) -> str:
+        errors = f"relative L2 {self.relative_l2:.2g}, worst cosine {self.worst_cosine:.7f}"
+        return f"{errors}, largest error {self.max_abs:.2g}{'' if self.finite else ', NOT FINITE'}"
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -198,7 +202,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_text()
+        text = path.read_bytes().decode()  # not read_text, which takes a carriage return for a line feed
     except (OSError, UnicodeDecodeError) as error:
         raise BundleError(
             f"{folder} is not a turbovit bundle: {MANIFEST} cannot be read ({error}); "
@@ -207,7 +211,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = json.loads(text)
         schema = data.get("schema")
-    except (json.JSONDecodeError, AttributeError) as error:
+    except (json.JSONDecodeError, AttributeError, RecursionError) as error:
         raise BundleError(f"{path} is damaged: {error}; {_rebuild(folder)}") from None
     if schema != SCHEMA:
         raise BundleError(f"{path} has schema {schema!r}, this turbovit reads {SCHEMA}; {_rebuild(folder)}")
@@ -237,25 +241,25 @@ def open_bundle(folder: str | Path, *, use_hash_cache: bool = True) -> Bundle:
     folder = Path(folder)
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
-        _check_file(folder, name, entry, use_hash_cache)
+        _check_file(folder / name, entry, _rebuild(folder, manifest.source.name), use_hash_cache)
     return Bundle(folder, manifest)
 
 
-def _check_file(folder: Path, name: str, entry: FileEntry, use_hash_cache: bool) -> None:
-    path = folder / name
+def _check_file(path: Path, entry: FileEntry, remedy: str, use_hash_cache: bool) -> None:
     if not path.is_file():
-        raise BundleError(
-            f"{folder} lacks the file {name} that its manifest names: copy the whole folder, or {_rebuild(folder)}"
-        )
-    size = path.stat().st_size
-    if size != entry.size:
-        raise BundleError(f"{path} has {size} bytes, its manifest says {entry.size}; {_rebuild(folder)}")
-    digest = file_sha256(path, use_cache=use_hash_cache)
+        raise BundleError(f"{path}, which the manifest names, is missing: copy the whole folder, or {remedy}")
+    try:
+        size = path.stat().st_size
+        digest = file_sha256(path, use_cache=use_hash_cache) if size == entry.size else None
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error}; check its permissions, or {remedy}") from None
+    if digest is None:
+        raise BundleError(f"{path} has {size} bytes, its manifest says {entry.size}; {remedy}")
     if digest != entry.sha256:
         raise BundleError(
-            f"{path} is damaged: sha256 {digest[:12]}..., its manifest says {entry.sha256[:12]}...; {_rebuild(folder)}"
+            f"{path} is damaged: sha256 {digest[:12]}..., its manifest says {entry.sha256[:12]}...; {remedy}"
         )
 
 
-def _rebuild(folder: Path) -> str:
-    return f"delete {folder} and build it again: turbovit build MODEL -o {folder}"
+def _rebuild(folder: Path, model: str = "MODEL") -> str:
+    return f"delete {folder} and build it again: turbovit build {model} -o {folder}"

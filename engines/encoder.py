@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from turbovit.engines.bundle import Bundle, Engine, open_bundle
-from turbovit.engines.errors import BundleError, RuntimeUnavailableError
+from turbovit.engines.errors import BundleError, InputError, RuntimeUnavailableError, TurbovitError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.images import ImageLike
 from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor, concatenated_outputs
@@ -49,7 +49,13 @@ class Encoder:
         Raises:
             InputError: an image cannot be used; says which and why.
         """
-        return self.encode_pixels([self.preprocessor.pixels_from_image(image) for image in images])
+        items = []
+        for number, image in enumerate(images, 1):
+            try:
+                items.append(self.preprocessor.pixels_from_image(image))
+            except InputError as error:
+                raise InputError(f"image {number} of {len(images)}: {error}") from None
+        return self.encode_pixels(items)
 
     def encode_pixels(self, items: Sequence[Pixels], max_batch: int | None = None) -> list[Encoded]:
         """As `encode`, from what the preprocessor made.
@@ -97,21 +103,16 @@ def open_encoder(bundle: str | Path | Bundle, runtime: str = "auto", device: str
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     reasons: list[str] = []
     for name, target in _candidates(runtime, device):
-        engine = _engine(opened, name, target)
-        runner_class: type[Runner] = load(RUNNERS[name])
-        reason = "the bundle has no engine for it" if engine is None else runner_class.unavailable(target)
-        if engine is not None and reason is None:
-            try:
-                runner = runner_class.open(opened, engine, target)
-            except (RuntimeUnavailableError, BundleError) as error:
-                reason = str(error)
-                if runtime != "auto":
-                    raise
-            else:
-                passed_over = f" (not {'; '.join(reasons)})" if reasons else ""
-                logger.info("%s runs on %s%s", opened.path.name, runner.description, passed_over)
-                return Encoder(opened, runner)
-        reasons.append(f"{name} on {target}: {reason}")
+        try:
+            runner = _open_runner(opened, name, target)
+        except TurbovitError as error:
+            if runtime != "auto" and not isinstance(error, RuntimeUnavailableError):
+                raise
+            reasons.append(f"{name} on {target}: {error}")
+        else:
+            passed_over = f" (not {'; '.join(reasons)})" if reasons else ""
+            logger.info("%s runs on %s%s", opened.path.name, runner.description, passed_over)
+            return Encoder(opened, runner)
     raise RuntimeUnavailableError(f"{opened.path} cannot run here: {'; '.join(reasons)}")
 
 
@@ -121,7 +122,9 @@ def _candidates(runtime: str, device: str) -> Iterable[tuple[str, torch.device]]
     try:
         wanted = None if device == "auto" else torch.device(device)
     except RuntimeError:
-        raise RuntimeUnavailableError(f"unknown device {device!r}; expected auto, cpu, cuda or cuda:N") from None
+        raise RuntimeUnavailableError(_unknown_device(device)) from None
+    if wanted is not None and wanted.type not in _PRECISIONS:
+        raise RuntimeUnavailableError(_unknown_device(device))
     if runtime == "auto":
         ladder: Iterable[tuple[str, str]] = _LADDER
     else:
@@ -131,8 +134,28 @@ def _candidates(runtime: str, device: str) -> Iterable[tuple[str, torch.device]]
             yield name, wanted or torch.device(kind)
 
 
-def _engine(bundle: Bundle, runtime: str, device: torch.device) -> Engine | None:
+def _unknown_device(device: str) -> str:
+    return f"unknown device {device!r}; expected auto, cpu, cuda or cuda:N"
+
+
+def _open_runner(bundle: Bundle, runtime: str, device: torch.device) -> Runner:
+    runner_class: type[Runner] = load(RUNNERS[runtime])
+    engine = _engine(bundle, runtime, device)
+    reason = runner_class.unavailable(device)
+    if reason:
+        raise RuntimeUnavailableError(reason)
+    return runner_class.open(bundle, engine, device)
+
+
+def _engine(bundle: Bundle, runtime: str, device: torch.device) -> Engine:
     if runtime == "torch":
         return TORCH_ENGINE
-    engines = (bundle.manifest.engine(runtime, precision) for precision in _PRECISIONS[device.type])
-    return next((engine for engine in engines if engine is not None), None)
+    for precision in _PRECISIONS[device.type]:
+        engine = bundle.manifest.engine(runtime, precision)
+        if engine is not None:
+            return engine
+    there = ", ".join(f"{engine.runtime} {engine.precision}" for engine in bundle.manifest.engines) or "none"
+    raise BundleError(
+        f"{bundle.path} holds no engine for {runtime} (it has: {there}): add one with "
+        f"turbovit build {bundle.manifest.source.name} -o {bundle.path} --runtime {runtime}"
+    )

@@ -24,7 +24,8 @@ _SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off
 class Gemma3Preprocessor(Preprocessor):
     """One row a crop: the whole image first, then the pan-and-scan crops where that is on.
 
-    Pan and scan follows the processor files; ``TURBOVIT_PAN_AND_SCAN=1`` or ``0`` overrides them.
+    Pan and scan is off, as in `Gemma3Processor`, whose defaults win over what the processor files say;
+    ``TURBOVIT_PAN_AND_SCAN=1`` turns it on.
     """
 
     def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):
@@ -32,11 +33,8 @@ class Gemma3Preprocessor(Preprocessor):
         from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
         self._processor = Gemma3ImageProcessor.from_pretrained(processor_folder)
-        # The released preprocessor_config.json leaves these null: Gemma3Processor fills them in.
-        self._options = {
-            name: default if (own := getattr(self._processor, name, None)) is None else own
-            for name, default in Gemma3Processor.images_kwargs.items()
-        }
+        # Gemma3Processor passes these to its image processor at every call: they win over preprocessor_config.json.
+        self._options = Gemma3Processor.images_kwargs
         self._tokens = int(facts["tokens_per_crop"])
 
     @property

@@ -24,7 +24,7 @@ MAX_PIXELS_VARIABLE = "TURBOVIT_MAX_IMAGE_PIXELS"
 # Pillow's own threshold for a suspected decompression bomb: a quarter of a gigabyte of RGB.
 DEFAULT_MAX_PIXELS = 89_478_485
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
-_LARGER = f"send a smaller one, or set {MAX_PIXELS_VARIABLE}"
+_SMALLER = f"send a smaller one, or set {MAX_PIXELS_VARIABLE}"
 # What makes an image of an EXIF orientation upright; 1 is.
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -59,10 +59,9 @@ def rgb_from_image(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
     """
     if isinstance(image, (str, Path)):
         try:
-            data = Path(image).read_bytes()
-        except (OSError, ValueError) as error:
-            raise InputError(f"image {str(image)!r} cannot be read: {error}") from None
-        return rgb_from_bytes(data, alpha)
+            return rgb_from_bytes(Path(image).read_bytes(), alpha)
+        except (OSError, ValueError) as error:  # an InputError is a ValueError
+            raise InputError(f"{str(image)!r}: {error}") from None
     if isinstance(image, np.ndarray):
         image = _image_from_array(image)
     elif not isinstance(image, Image.Image):
@@ -77,24 +76,23 @@ def rgb_from_bytes(data: bytes, alpha: Alpha = "white") -> Image.Image:
     """As `rgb_from_image`, from an encoded file; the size is checked in its header, before decoding."""
     if not data:
         raise InputError("the image is empty (0 bytes)")
-    limit = max_pixels()
-    _set_up_pillow(limit)
+    _set_up_pillow()
     try:
         image = Image.open(BytesIO(data))
     except UnidentifiedImageError:
         raise InputError(f"the image is in no known format (its {len(data)} bytes begin with {data[:8]!r})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InputError(f"{error} The image may have at most {limit} pixels: {_LARGER}") from None
+        raise InputError(f"{error} The image may have at most {max_pixels()} pixels: {_SMALLER}") from None
     except Exception as error:  # a damaged header raises whatever the format's plugin happens to raise
         raise InputError(f"the image cannot be opened: {error}") from None
     return rgb_from_image(image, alpha)
 
 
-def _set_up_pillow(limit: int) -> None:
+def _set_up_pillow() -> None:
     # LMDeploy switches this on for the whole process at import, and a cut file then decodes to grey bands.
     ImageFile.LOAD_TRUNCATED_IMAGES = False
-    if Image.MAX_IMAGE_PIXELS is not None:  # Pillow's own limit, which would otherwise win over a larger one
-        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, limit)
+    if Image.MAX_IMAGE_PIXELS is not None:  # Pillow's own limit, which would win over a larger one of ours
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels())
 
 
 def _check_size(size: tuple[int, int]) -> None:
@@ -104,23 +102,22 @@ def _check_size(size: tuple[int, int]) -> None:
     limit = max_pixels()
     if width * height > limit:
         raise InputError(
-            f"the image has {width}x{height} = {width * height} pixels, at most {limit} are allowed: "
-            f"{_LARGER}"
+            f"the image has {width}x{height} = {width * height} pixels, at most {limit} are allowed: {_SMALLER}"
         )
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    _set_up_pillow(max_pixels())
+    _set_up_pillow()
     try:
         image.load()
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
         raise InputError(f"the image is damaged or cut short: {error}") from None
-    # Not ImageOps.exif_transpose: it also rewrites the EXIF data, and fails where that is odd but the pixels sound.
+    # Not ImageOps.exif_transpose: it rewrites the EXIF data too, and fails where they are odd but the pixels sound.
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # unreadable EXIF data says nothing about orientation
-        orientation = None
-    return image.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else image.copy()
+        transpose = _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # unreadable EXIF data say nothing about orientation
+        transpose = None
+    return image if transpose is None else image.transpose(transpose)
 
 
 def _rgb(image: Image.Image, alpha: Alpha) -> Image.Image:

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from platformdirs import user_cache_path
@@ -16,6 +18,14 @@ logger = logging.getLogger("turbovit")
 
 _CHUNK = 1 << 22
 _INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A digest, and path, size and modification time (ns) of the files it was computed from."""
+
+    files: list[tuple[str, int, int]]
+    digest: str
 
 
 def home() -> Path:
@@ -48,31 +58,37 @@ def cached_digest(key: str, files: list[Path], compute: Callable[[], str]) -> st
     A store that cannot be written is no error: the digest is then computed every time.
     """
     stats = [file.stat() for file in files]
-    fingerprint = [[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, stats, strict=True)]
-    known = _read_index().get(key, {})
-    if known.get("files") == fingerprint:
-        return known["digest"]
+    fingerprint = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
+    known = _read_index().get(key)
+    if known is not None and known.files == fingerprint:
+        return known.digest
     digest = compute()
     try:
-        _remember(key, {"files": fingerprint, "digest": digest})
+        _remember(key, _Entry(fingerprint, digest))
     except OSError as error:
         logger.warning("the index in %s cannot be written (%s): hashes are computed again next time", home(), error)
     return digest
 
 
-def _read_index() -> dict[str, dict]:
+def _read_index() -> dict[str, _Entry]:
+    """What is known; nothing where the index is missing or damaged."""
     try:
         index = json.loads((home() / _INDEX).read_text())
-    except (OSError, ValueError):
+        return {key: _entry_from_json(entry) for key, entry in index.items()}
+    except Exception:  # JSON of another shape raises whatever it happens to raise
         return {}
-    return index if isinstance(index, dict) else {}
 
 
-def _remember(key: str, entry: dict) -> None:
+def _entry_from_json(entry: Any) -> _Entry:
+    files = [(str(file), int(size), int(mtime)) for file, size, mtime in entry["files"]]
+    return _Entry(files, bytes.fromhex(entry["digest"]).hex())
+
+
+def _remember(key: str, entry: _Entry) -> None:
     home().mkdir(parents=True, exist_ok=True)
     with FileLock(home() / f"{_INDEX}.lock"):
-        index = {k: e for k, e in _read_index().items() if all(Path(file).exists() for file, *_ in e["files"])}
+        index = {k: e for k, e in _read_index().items() if all(os.path.exists(file) for file, *_ in e.files)}
         index[key] = entry
         temporary = home() / f"{_INDEX}.{os.getpid()}"
-        temporary.write_text(json.dumps(index))
+        temporary.write_text(json.dumps({k: asdict(e) for k, e in index.items()}))
         os.replace(temporary, home() / _INDEX)

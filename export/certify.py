@@ -16,7 +16,7 @@ from torch import Tensor
 
 from turbovit.engines.bundle import Bundle, Certificate, Engine, Manifest, OutputError
 from turbovit.engines.encoder import RUNNERS
-from turbovit.engines.errors import BundleError, CertificationError, RuntimeUnavailableError
+from turbovit.engines.errors import BuildError, BundleError, CertificationError, RuntimeUnavailableError
 from turbovit.engines.families import load
 from turbovit.engines.runner import Runner
 from turbovit.export.tower import Sample, Tower
@@ -150,29 +150,45 @@ def certified(bundle: Bundle, engine: Engine, progress: Callable[[str], None]) -
 
     Raises:
         CertificationError: it ran and missed its bound.
+        BuildError: a float32 engine does not load.
     """
+    tried = _tried(bundle, engine, progress)
+    if tried.certificate is None and engine.precision == "fp32":
+        # Every runtime has float32: a graph that does not load is wrong.
+        raise BuildError(f"the engine does not load: {tried.not_run}")
+    if tried.certificate is not None and not tried.certificate.passed:
+        raise CertificationError(f"{engine.file} missed its bound: {describe(tried.certificate)}")
+    return tried
+
+
+def verify_engines(bundle: Bundle, runtime: str | None, progress: Callable[[str], None]) -> list[Engine]:
+    """The bundle's engines (of one runtime) with certificates of this machine; where one fails it says so.
+
+    Raises:
+        BundleError: the bundle has no engine for `runtime`.
+    """
+    engines = [engine for engine in bundle.manifest.engines if runtime in (None, engine.runtime)]
+    if not engines:
+        built = ", ".join(sorted({engine.runtime for engine in bundle.manifest.engines}))
+        raise BundleError(f"{bundle.path} has no engine for {runtime!r}; it has {built}")
+    return [_tried(bundle, engine, progress) for engine in engines]
+
+
+def _tried(bundle: Bundle, engine: Engine, progress: Callable[[str], None]) -> Engine:
+    """The engine with a certificate of this machine, passed or failed, or with the reason why it cannot run here."""
     runner_class: type[Runner] = load(RUNNERS[engine.runtime])
     device = torch.device("cuda" if runner_class.unavailable(torch.device("cuda")) is None else "cpu")
     try:
         runner = runner_class.open(bundle, engine, device)
     except (RuntimeUnavailableError, BundleError) as error:
-        if engine.precision == "fp32":  # every runtime has float32: a graph that does not load is wrong
-            raise
         return replace(engine, certificate=None, not_run=str(error))
     with runner:
-        certificate = certificate_from_runner(bundle, runner, progress)
-    if not certificate.passed:
-        raise CertificationError(f"{engine.file} missed its bound: {describe(certificate)}")
-    return replace(engine, certificate=certificate, not_run=None)
+        return replace(engine, certificate=certificate_from_runner(bundle, runner, progress), not_run=None)
 
 
 def describe(certificate: Certificate) -> str:
     """The figures of a certificate in one line."""
-    figures = "; ".join(
-        f"{error.output}: relative L2 {error.relative_l2:.2g}, worst cosine {error.worst_cosine:.7f}, "
-        f"largest error {error.max_abs:.2g}{'' if error.finite else ', NOT FINITE'}"
-        for error in certificate.outputs
-    )
+    figures = "; ".join(f"{error.output}: {error}" for error in certificate.outputs)
     return f"{figures} (bound: {certificate.bound}; ran on {certificate.ran_on})"
 
 

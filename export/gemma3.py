@@ -78,7 +78,7 @@ class Gemma3Tower(Tower):
     def forward(self, pixels: Tensor) -> Tensor:
         spec = self.spec
         normalise = PixelNorm(spec.mean, spec.std, spec.scale, self.projector.dtype)
-        x = normalise(patches_from_pixels(pixels, spec.patch))  # [images, patches, 3 * patch * patch]
+        x = patches_from_pixels(normalise(pixels), spec.patch)  # [images, patches, 3 * patch * patch]
         x = self.embedding(x) + self.position
         for block in self.blocks:
             x = block(x)

@@ -92,6 +92,21 @@ def find_bundle(model: str | Path) -> Path | None:
     return max(found)[1] if found else None
 
 
+def bundle_from_name(name: str) -> Path:
+    """The folder of a bundle: `name` itself, or the newest in the store that fits the checkpoint `name`.
+
+    Raises:
+        BundleError: there is none; gives the command that builds it.
+        CheckpointError, UnsupportedModelError: `name` is no bundle, and no checkpoint that can be used either.
+    """
+    if (Path(name) / MANIFEST).exists():
+        return Path(name)
+    found = find_bundle(name)
+    if found is None:
+        raise BundleError(f"there is no engine bundle for {name}: build it with: turbovit build {name}")
+    return found
+
+
 def require_fit(model: str | Path, bundle: str | Path) -> None:
     """Make sure that a bundle was built from a checkpoint's weights and config.
 

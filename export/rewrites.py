@@ -132,19 +132,20 @@ def _reason(attention: ir.Value) -> str | None:
         return "it is causal"
     if _attribute(attention, "softcap", 0.0):
         return "it caps its scores"
-    return _misfit(attention, (None, int, None, int))
+    shape = attention.shape
+    if shape is None or len(shape) != 4 or not isinstance(shape[1], int) or not isinstance(shape[3], int):
+        return f"its output has the shape {shape}, expected [batch, heads, tokens, size] with fixed heads and size"
+    return None
 
 
-def _misfit(value: ir.Value, expected: tuple[int | type[int] | None, ...]) -> str | None:
-    """Why a value has not the `expected` shape: per axis a number, any number (`int`) or anything (None)."""
+def _misfit(value: ir.Value, expected: tuple[int | None, ...]) -> str | None:
     if value.shape is None or value.dtype is None:
         return f"the shape or dtype of {value.name} is unknown"
     if len(value.shape) == len(expected) and all(
-        dim is None or dim == found or (dim is int and isinstance(found, int))
-        for dim, found in zip(expected, value.shape, strict=True)
+        dim in (None, found) for dim, found in zip(expected, value.shape, strict=True)
     ):
         return None
-    wanted = ", ".join("any" if dim is None else "a number" if dim is int else str(dim) for dim in expected)
+    wanted = ", ".join("any" if dim is None else str(dim) for dim in expected)
     return f"{value.name} has the shape {value.shape}, expected [{wanted}]"
 
 

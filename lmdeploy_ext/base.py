@@ -173,8 +173,8 @@ class CompiledVisionModel:
 
             return build(self.model_path, report=logger.info).bundle.path
         raise BundleError(
-            f"there is no engine bundle for {self.model_path}: build it with\n  turbovit build {self.model_path}\n"
-            f"or set {AUTO_BUILD_VARIABLE}=1 to build it on the first start"
+            f"there is no engine bundle for {self.model_path}: build it with: turbovit build {self.model_path} "
+            f"(or set {AUTO_BUILD_VARIABLE}=1 to build it on the first start)"
         )
 
 

@@ -1,0 +1,270 @@
+"""The `turbovit` command. Each subcommand imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from turbovit.engines.errors import TurbovitError
+
+app = typer.Typer(
+    help="Compiled vision encoders for LMDeploy.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, and nothing else.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 done, 1 a check failed, 2 bad usage or input."""
+    debug = "--debug" in sys.argv
+    try:
+        app()
+    except TurbovitError as error:
+        if debug:
+            raise
+        err.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(error.exit_code)
+
+
+@app.callback()
+def _settings(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' own warnings.")] = False,
+) -> None:
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    if debug:
+        return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.simplefilter("ignore")
+    logging.getLogger("turbovit").setLevel(logging.INFO)
+
+
+@app.command()
+def sample(
+    family: Annotated[str, typer.Argument(help="gemma3.")],
+    directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist or be empty.")],
+    size: Annotated[str, typer.Option(help="tiny, small or full.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Write a synthetic checkpoint: real geometry, random weights, its own tokenizer."""
+    from turbovit.export.samples import write_sample
+
+    with err.status(f"writing a {size} {family} checkpoint"):
+        write_sample(family, directory, size, seed)  # type: ignore[arg-type]  (it checks the size)
+    out.print(f"{family} ({size}) written to {escape(str(directory))}", soft_wrap=True)
+
+
+@app.command()
+def build(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The bundle's folder [default: the store].")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="auto, fp32, fp16 or bf16.")] = "auto",
+    runtime: Annotated[str, typer.Option(help="Runtimes to build for, separated by commas.")] = "onnxruntime",
+    max_images: Annotated[int | None, typer.Option(help="Most images (with their crops) in one engine run.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="Most pixels an image may have.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Trace the vision tower of MODEL, build engines of it and certify them."""
+    from turbovit.export.build import build as build_bundle
+
+    limits = {name: value for name, value in (("images", max_images), ("pixels", max_pixels)) if value is not None}
+    with _progress(as_json) as report:
+        built = build_bundle(
+            model, output, precision=precision, runtimes=runtime.split(","), limits=limits, report=report
+        )
+    if as_json:
+        new = [engine.file for engine in built.new]
+        print(json.dumps({"bundle": str(built.bundle.path), "new": new, "manifest": _manifest_data(built.bundle)}))
+        return
+    verb = "built" if built.new else "up to date, nothing to do:"
+    out.print(f"{verb} {escape(str(built.bundle.path))}", soft_wrap=True)
+    _print_engines(built.bundle.manifest.engines)
+
+
+@app.command()
+def verify(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
+    runtime: Annotated[str | None, typer.Option(help="Only this runtime's engines.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Hash every file of BUNDLE, run its engines here and compare them with the reference outputs in it.
+
+    Exits with 1 where an engine fails or none can run here.
+    """
+    from turbovit.engines.bundle import open_bundle
+    from turbovit.export.certify import verify_engines
+
+    with _progress(as_json) as report:
+        report("hashing every file")
+        engines = verify_engines(open_bundle(bundle, use_hash_cache=False), runtime, report)
+    if as_json:
+        print(json.dumps([_plain(engine) | {"verdict": engine.verdict} for engine in engines]))
+    else:
+        _print_engines(engines)
+    verdicts = {engine.verdict for engine in engines}
+    if "failed" in verdicts or "passed" not in verdicts:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")], as_json: JsonOption = False) -> None:
+    """Show what BUNDLE holds, once all its files are known to be there and unchanged."""
+    from turbovit.engines.bundle import open_bundle
+
+    opened = open_bundle(bundle)
+    if as_json:
+        print(json.dumps(_manifest_data(opened)))
+        return
+    manifest = opened.manifest
+    size = sum(entry.size for entry in manifest.files.values())
+    rows = {
+        "bundle": f"{opened.path} ({size / 1e6:.1f} MB, {len(manifest.files)} files)",
+        "model": f"{manifest.family}, {manifest.architecture}",
+        "built from": manifest.source.name,
+        "vision weights": f"sha256 {manifest.source.tensors_sha256}",
+        "limits": ", ".join(f"{value} {symbol} in one run" for symbol, value in manifest.limits.items()),
+        "inputs": ", ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in manifest.inputs),
+        "outputs": ", ".join(f"{spec.name} {list(spec.shape)}" for spec in manifest.outputs),
+        "made with": ", ".join(f"{name} {version}" for name, version in manifest.tools.items()),
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/]", escape(value))
+    out.print(table)
+    _print_engines(manifest.engines)
+
+
+@app.command()
+def encode(
+    source: Annotated[
+        str, typer.Argument(metavar="BUNDLE_OR_MODEL", help="A bundle, or a model that has one in the store.")
+    ],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the features to this .npz file.")] = None,
+    runtime: Annotated[str, typer.Option(help="auto, onnxruntime or torch.")] = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Encode images, and say what came out."""
+    from turbovit.engines.encoder import open_encoder
+    from turbovit.export.plan import bundle_from_name
+
+    with err.status("loading the engine"):
+        encoder = open_encoder(bundle_from_name(source), runtime, device)
+    rows = []
+    features = {}
+    for number, image in enumerate(images):
+        started = time.perf_counter()
+        result = encoder.encode_pixels([encoder.preprocessor.pixels_from_image(image)])[0]
+        tokens, hidden = result.features.shape
+        milliseconds = 1e3 * (time.perf_counter() - started)
+        rows.append({"image": str(image), "tokens": tokens, "hidden": hidden, "milliseconds": round(milliseconds, 1)})
+        features[f"image_{number}"] = result.features.float().cpu().numpy()
+    if output is not None:
+        _write_npz(output, features)
+    if as_json:
+        print(json.dumps({"ran_on": encoder.runner.description, "images": rows}))
+        return
+    table = Table("image", "tokens", "hidden", "ms", title=f"encoded with {encoder.runner.description}")
+    for row in rows:
+        table.add_row(*(escape(str(value)) for value in row.values()))
+    out.print(table)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="A checkpoint folder or hub id.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what this machine and this LMDeploy can do (with MODEL), before anyone builds."""
+    from turbovit.lmdeploy_ext.doctor import diagnose
+
+    findings = diagnose(model)
+    if as_json:
+        print(json.dumps([_plain(finding) for finding in findings]))
+        return
+    colours = {"have": "green", "missing": "red", "unknown": "yellow"}
+    table = Table("", "what", "state", "detail")
+    for finding in findings:
+        state = f"[{colours[finding.state]}]{finding.state}[/]"
+        table.add_row(finding.section, escape(finding.what), state, escape(finding.detail))
+    out.print(table)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A spinner with the present step on a terminal, a line a step elsewhere, nothing where `quiet`."""
+    started = time.perf_counter()
+    if quiet:
+        yield lambda step: None
+    elif err.is_terminal:
+        with err.status("starting") as status:
+            yield lambda step: _next_step(status, step, started)
+    else:
+        yield lambda step: err.print(f"{time.perf_counter() - started:6.1f} s  {escape(step)}", soft_wrap=True)
+
+
+def _next_step(status: Any, step: str, started: float) -> None:
+    err.print(f"[dim]{time.perf_counter() - started:6.1f} s  {escape(step)}[/]", soft_wrap=True)
+    status.update(escape(step))
+
+
+def _print_engines(engines: Sequence[Any]) -> None:
+    colours = {"passed": "green", "failed": "red", "not run": "yellow"}
+    for engine in engines:
+        verdict = f"[{colours[engine.verdict]}]{engine.verdict}[/]"
+        out.print(f"{engine.runtime} {engine.precision} ({engine.attention} attention): {verdict}", soft_wrap=True)
+        if engine.certificate is None:
+            out.print(f"  {escape(engine.not_run or '')}", soft_wrap=True)
+            continue
+        for error in engine.certificate.outputs:
+            out.print(f"  {error.output}: {escape(str(error))}", soft_wrap=True)
+        out.print(f"  bound: {escape(engine.certificate.bound)}", soft_wrap=True)
+        shapes = ", ".join(engine.certificate.shapes)
+        out.print(f"  ran on {escape(engine.certificate.ran_on)}: {escape(shapes)}", soft_wrap=True)
+
+
+def _plain(item: Any) -> dict[str, Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(type(item)).dump_python(item, mode="json")
+
+
+def _manifest_data(bundle: Any) -> dict[str, Any]:
+    return _plain(bundle.manifest)
+
+
+def _write_npz(path: Path, arrays: dict[str, Any]) -> None:
+    import numpy as np
+
+    from turbovit.engines.errors import BuildError
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            np.savez(file, **arrays)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise BuildError(f"{path} cannot be written: {error.strerror or error}") from None

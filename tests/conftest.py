@@ -1,0 +1,50 @@
+"""What all tests share: an empty store, no network, and one tiny sample checkpoint and bundle a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from turbovit.engines.bundle import Bundle
+from turbovit.export.build import build
+from turbovit.export.samples import write_sample
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, when a function first imports it
+
+DATA_VARIABLE = "TURBOVIT_TEST_DATA"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No setting of the caller's shell, and no bundle of theirs, has a say in the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TURBOVIT_") and name != DATA_VARIABLE]:
+            patch.delenv(name)
+        patch.setenv("TURBOVIT_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Real configs and golden outputs that are too large or not ours to commit."""
+    folder = Path(os.environ.get(DATA_VARIABLE) or Path(__file__).parents[2] / "shared")
+    if not folder.is_dir():
+        pytest.skip(f"no test data: {folder} does not exist, and {DATA_VARIABLE} names no other folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample checkpoint. Never changed: copy it first."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "gemma3-tiny"
+    write_sample("gemma3", folder, "tiny", 0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3_bundle(tiny_gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle of `tiny_gemma3`, for at most 8 images a run. Never changed: copy it first."""
+    return build(tiny_gemma3, tmp_path_factory.mktemp("bundles") / "gemma3-tiny").bundle
