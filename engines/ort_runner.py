@@ -44,7 +44,8 @@ class OnnxRuntimeRunner(Runner):
         options.log_severity_level = 3  # errors only: its warnings are about graph optimisations
         provider: str | tuple[str, dict[str, str]] = _PROVIDERS[device.type]
         if device.type == "cuda":
-            provider = (_PROVIDERS["cuda"], {"device_id": str(device.index or 0)})
+            # TF32, its default, has 10 bits of mantissa: float32 would miss its certificate's bound.
+            provider = (_PROVIDERS["cuda"], {"device_id": str(device.index or 0), "use_tf32": "0"})
         path = bundle.file(engine.file)
         try:
             session = onnxruntime.InferenceSession(str(path), options, providers=[provider])

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from uuid import uuid4
 
@@ -36,7 +37,7 @@ def folder_in_one_step(folder: Path) -> Iterator[Path]:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed process left of `folder`. The caller makes sure that no other process is at work on it."""
-    for leftover in folder.parent.glob(f"{_prefix(folder)}*"):
+    for leftover in folder.parent.glob(f"{escape(_prefix(folder))}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -123,7 +123,7 @@ def output_error(name: str, got: Tensor, reference: Tensor) -> OutputError:
     return OutputError(
         output=name,
         relative_l2=_number(relative.max()),
-        worst_cosine=_number(cosine.min()),
+        worst_cosine=_number(cosine.min(), nan=-1.0),
         max_abs=_number(difference.abs().max()),
         finite=bool(actual.isfinite().all()),
     )
@@ -209,14 +209,14 @@ def _worse(a: OutputError, b: OutputError) -> OutputError:
     )
 
 
-def _number(value: Tensor) -> float:
-    """A float that JSON can hold: NaN becomes infinity's stand-in, the largest float."""
-    return float(torch.nan_to_num(value, nan=torch.finfo(value.dtype).max))
+def _number(value: Tensor, nan: float = torch.finfo(torch.float64).max) -> float:
+    """A float that JSON can hold: NaN becomes `nan`, the worst there is, and infinity the largest float."""
+    return float(torch.nan_to_num(value, nan=nan))
 
 
 def _content(inputs: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.sha256()
     for name, tensor in sorted(inputs.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.digest()

@@ -71,15 +71,16 @@ class Checkpoint:
             digest = hashlib.sha256()
             for name, tensor in self.tensors(names):
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
             return digest.hexdigest()
 
-        files = sorted({self.weight_map[name] for name in names})
+        folder = self.folder.resolve()
+        files = [folder / file for file in sorted({self.weight_map[name] for name in names})]
         listing = hashlib.sha256("\n".join(names).encode()).hexdigest()
-        return cached_digest(f"tensors:{self.folder.resolve()}:{listing}", [self.folder / f for f in files], compute)
+        return cached_digest(f"tensors:{folder}:{listing}", files, compute)
 
     @cached_property
-    def _open_files(self) -> dict[str, Any]:
+    def _open_files(self) -> dict[Path, Any]:
         return {}
 
     def _read(self, name: str, method: str) -> Any:
@@ -87,9 +88,9 @@ class Checkpoint:
 
         path = self.folder / self.weight_map[name]
         try:
-            if path.name not in self._open_files:
-                self._open_files[path.name] = safe_open(path, framework="pt")
-            return getattr(self._open_files[path.name], method)(name)
+            if path not in self._open_files:
+                self._open_files[path] = safe_open(path, framework="pt")
+            return getattr(self._open_files[path], method)(name)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{self.folder} lacks {path.name}, which holds the tensor {name}: download it again"
@@ -155,8 +156,8 @@ def image_processor_config(folder: Path) -> dict[str, Any]:
 def _weight_map(folder: Path) -> dict[str, str]:
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{folder / INDEX} has no weight_map: download it again")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map of file names: download it again")
         return weight_map
     if not (folder / SINGLE).is_file():
         found = sorted(path.name for path in folder.glob("*.bin")) or "no weights"
@@ -171,19 +172,22 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _download(model: str, is_vision: Callable[[str], bool] | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"there is no folder {model!r}, and it is no hub id (owner/name) either")
+    folder = _fetch(model, SMALL_FILES)
+    if is_vision is None:
+        return folder
+    shards = {SINGLE}
+    if (folder / INDEX).is_file():
+        shards = {file for name, file in _weight_map(folder).items() if is_vision(name)}
+    return _fetch(model, [*SMALL_FILES, *sorted(shards)])
+
+
+def _fetch(model: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
     try:
-        folder = Path(snapshot_download(model, allow_patterns=SMALL_FILES))
-        if is_vision is not None:
-            shards = {SINGLE}
-            if (folder / INDEX).is_file():
-                shards = {file for name, file in _weight_map(folder).items() if is_vision(name)}
-            folder = Path(snapshot_download(model, allow_patterns=[*SMALL_FILES, *sorted(shards)]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"there is no folder {model!r}, and fetching it from the hub failed: {reason}") from None
-    return folder
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the hub's own errors, and whatever its HTTP library lets through
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"there is no folder {model!r}, and fetching it from the hub failed: {reason}") from error

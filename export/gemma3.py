@@ -88,9 +88,7 @@ class Gemma3Tower(Tower):
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemma3Spec:
-        from transformers import Gemma3Config
-
-        full = Gemma3Config.from_dict(dict(config))  # fills in what released configs leave out
+        full = _full_config(config)
         vision = full.vision_config
         if vision.hidden_act != _GELU:
             raise UnsupportedModelError(f"vision_config.hidden_act is {vision.hidden_act!r}, supported: {_GELU!r}")
@@ -107,7 +105,7 @@ class Gemma3Tower(Tower):
             out=full.text_config.hidden_size,
             mean=mean,
             std=std,
-            scale=preprocessor.get("rescale_factor", 1 / 255),
+            scale=preprocessor.get("rescale_factor") or 1 / 255,
         )
         _check(spec, preprocessor)
         return spec
@@ -164,9 +162,7 @@ class Gemma3Tower(Tower):
         return state
 
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        from transformers import Gemma3Config
-
-        full = Gemma3Config.from_dict(dict(config))
+        full = _full_config(config)
         return {
             "tokens_per_crop": self.spec.tokens,
             "hidden": self.spec.out,
@@ -196,20 +192,38 @@ class Gemma3Tower(Tower):
         return [Sample("2 images", {"pixels": pair}), Sample("1 image", {"pixels": pair[1:]})]
 
 
+def _full_config(config: Mapping[str, Any]) -> Any:
+    """With what released configs leave out."""
+    from transformers import Gemma3Config
+
+    try:
+        return Gemma3Config.from_dict(dict(config))
+    except Exception as error:  # transformers checks entries in several ways
+        raise CheckpointError(f"config.json makes no sense: {' '.join(str(error).split())}") from error
+
+
 def _one_for_all(preprocessor: Mapping[str, Any], name: str, default: float) -> float:
-    values = set(preprocessor.get(name) or [default])
+    given = preprocessor.get(name) or default
+    values = set(given if isinstance(given, list) else [given])
     if len(values) != 1:
         raise UnsupportedModelError(f"{name} is {preprocessor[name]}, supported: one value for all channels")
     return float(values.pop())
 
 
 def _check(spec: Gemma3Spec, preprocessor: Mapping[str, Any]) -> None:
-    if spec.image % spec.patch or spec.pooled**2 != spec.tokens or spec.grid % spec.pooled or spec.hidden % spec.heads:
+    sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.image, spec.patch, spec.tokens, spec.out)
+    if (
+        min(sizes) < 1
+        or spec.image % spec.patch
+        or spec.pooled**2 != spec.tokens
+        or spec.grid % spec.pooled
+        or spec.hidden % spec.heads
+    ):
         raise CheckpointError(
             f"config.json makes no sense: image, patch, tokens, hidden and heads do not divide in {spec}"
         )
     size = preprocessor.get("size") or {"height": spec.image, "width": spec.image}
     if size != {"height": spec.image, "width": spec.image}:
         raise CheckpointError(f"the processor resizes to {size}, the vision tower takes {spec.image}x{spec.image}")
-    if not all(preprocessor.get(step, True) for step in ("do_resize", "do_rescale", "do_normalize")):
+    if any(preprocessor.get(step) is False for step in ("do_resize", "do_rescale", "do_normalize")):
         raise UnsupportedModelError("the processor's do_resize, do_rescale and do_normalize must all be on")

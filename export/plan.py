@@ -103,8 +103,13 @@ def bundle_from_name(name: str) -> Path:
         return Path(name)
     found = find_bundle(name)
     if found is None:
-        raise BundleError(f"there is no engine bundle for {name}: build it with: turbovit build {name}")
+        raise no_bundle(name)
     return found
+
+
+def no_bundle(model: str | Path) -> BundleError:
+    """The error where a model has no bundle."""
+    return BundleError(f"there is no engine bundle for {model}: build it with: turbovit build {model}")
 
 
 def require_fit(model: str | Path, bundle: str | Path) -> None:

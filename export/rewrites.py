@@ -63,7 +63,7 @@ class _AttentionRule(RewriteRuleClassBase):
     def shape(self, heads: int, size: int) -> tuple[int | None, ...]:
         """What the values that the rule takes and gives must have as shape; None where any size will do."""
 
-    def check(self, context: Any, attention: ir.Value, **values: ir.Value) -> MatchResult:
+    def check(self, context: Any, attention: Any, **values: ir.Value) -> MatchResult:
         result = MatchResult()
         reason = _reason(attention)
         if reason is None:
@@ -91,8 +91,8 @@ class _MultiHead(_AttentionRule):
     def shape(self, heads: int, size: int) -> tuple[int | None, ...]:
         return None, None, heads * size
 
-    def rewrite(self, op: Any, query: Any, key: Any, value: Any, attention: ir.Value, **_: Any) -> Any:
-        attributes: dict[str, Any] = {"num_heads": int(attention.shape[1])}
+    def rewrite(self, op: Any, query: Any, key: Any, value: Any, attention: Any, **_: Any) -> Any:
+        attributes: dict[str, Any] = {"num_heads": attention.shape[1]}
         scale = _attribute(attention, "scale", None)
         if scale is not None:
             attributes["scale"] = scale
@@ -108,8 +108,8 @@ class _MatMul(_AttentionRule):
     def shape(self, heads: int, size: int) -> tuple[int | None, ...]:
         return None, heads, None, size
 
-    def rewrite(self, op: Any, query: Any, key: Any, value: Any, attention: ir.Value, **_: Any) -> Any:
-        size = int(attention.shape[-1])
+    def rewrite(self, op: Any, query: Any, key: Any, value: Any, attention: Any, **_: Any) -> Any:
+        size = attention.shape[3]
         scale = ir.tensor(_attribute(attention, "scale", size**-0.5), dtype=query.dtype)
         scores = op.MatMul(op.Mul(query, op.Constant(value=scale)), op.Transpose(key, perm=[0, 1, 3, 2]))
         if query.dtype in _HALF:
@@ -125,7 +125,7 @@ FORMS: dict[str, Callable[[], _AttentionRule] | None] = {
 }
 
 
-def _reason(attention: ir.Value) -> str | None:
+def _reason(attention: Any) -> str | None:
     if any(extra is not None for extra in attention.producer().inputs[3:]):
         return "it has a mask or a cache"
     if _attribute(attention, "is_causal", 0):
@@ -149,6 +149,6 @@ def _misfit(value: ir.Value, expected: tuple[int | None, ...]) -> str | None:
     return f"{value.name} has the shape {value.shape}, expected [{wanted}]"
 
 
-def _attribute(value: ir.Value, name: str, default: Any) -> Any:
+def _attribute(value: Any, name: str, default: Any) -> Any:
     attribute = value.producer().attributes.get(name)
     return default if attribute is None else attribute.value

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -14,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from turbovit.engines.errors import BuildError, CheckpointError, UnsupportedModelError
+from turbovit.engines.errors import BuildError, UnsupportedModelError
 from turbovit.engines.families import family_from_name, load
+from turbovit.export.atomic import folder_in_one_step
 from turbovit.export.checkpoint import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -57,30 +56,18 @@ def write_sample(family: str, folder: Path, size: Size = "tiny", seed: int = 0) 
 
     Raises:
         UnsupportedModelError: unknown family or size.
-        CheckpointError: something stands at `folder` already.
-        BuildError: the files cannot be written (disk full, no permission).
+        BuildError: something stands at `folder` already, or it cannot be written (disk full, no permission).
     """
     from safetensors import SafetensorError
 
     if size not in get_args(Size):
         raise UnsupportedModelError(f"unknown sample size {size!r}; available: {', '.join(get_args(Size))}")
     write = load(family_from_name(family).sample)
-    folder = folder.resolve()
-    temporary = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
     try:
-        _require_free(folder)
-        temporary.mkdir(parents=True)
-        write(temporary, size, seed)
-        temporary.rename(folder)
+        with folder_in_one_step(folder.resolve()) as temporary:
+            write(temporary, size, seed)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         raise BuildError(f"the sample could not be written to {folder}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _require_free(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not an empty folder: name another one, or remove it first")
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -55,9 +57,12 @@ def onnx_from_tower(tower: Tower, sample: Sample, outputs: tuple[TensorSpec, ...
         raise BuildError(f"the ONNX export failed: {error}") from error
     finally:
         exporter_log.setLevel(level)
+    assert program is not None
+    assert program.exported_program is not None
     model: ir.Model = program.model
     model.producer_name = "turbovit"
     _check_values("input", inputs, model.graph.inputs)
+    _rename_symbols(model, _symbol_names(program.exported_program, inputs))
     _check_values("output", outputs, model.graph.outputs)
     if not attention_count(model):
         raise BuildError("the exported graph has no Attention node: the exporter took attention apart")
@@ -90,7 +95,32 @@ def _dim(dim: str, symbols: dict[str, torch.export.Dim]) -> object:
     return known if factor == 1 else factor * known
 
 
-def _check_values(kind: str, specs: tuple[TensorSpec, ...], values: list[ir.Value]) -> None:
+def _symbol_names(program: torch.export.ExportedProgram, inputs: tuple[TensorSpec, ...]) -> dict[str, str]:
+    """The exporter's symbols (``s85``) to ours: it gives a multiple of a symbol our name, but not the symbol in it."""
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    return {
+        str(symbol): str(split_dim(dim)[1])
+        for node, spec in zip(placeholders[-len(inputs) :], inputs, strict=True)
+        for size, dim in zip(node.meta["val"].shape, spec.shape, strict=True)
+        if isinstance(dim, str)
+        for symbol in size.node.expr.free_symbols
+    }
+
+
+def _rename_symbols(model: ir.Model, names: dict[str, str]) -> None:
+    pattern = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names))
+
+    def renamed(dim: int | ir.SymbolicDim) -> int | str | ir.SymbolicDim:
+        text = dim.value if isinstance(dim, ir.SymbolicDim) else None
+        return dim if text is None else pattern.sub(lambda found: names[found[0]], text)
+
+    for node in model.graph:
+        for value in node.outputs:
+            if value.shape is not None:
+                value.shape = ir.Shape([renamed(dim) for dim in value.shape])
+
+
+def _check_values(kind: str, specs: tuple[TensorSpec, ...], values: Sequence[ir.Value]) -> None:
     found = [(value.name, _dtype(value), _shape(value)) for value in values]
     expected = [(spec.name, spec.dtype, tuple(str(dim).replace(" ", "") for dim in spec.shape)) for spec in specs]
     if found != expected:

@@ -9,7 +9,7 @@ from turbovit.engines.errors import CheckpointError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.runner import Runner
 from turbovit.export.checkpoint import image_processor_config, open_checkpoint
-from turbovit.export.tower import Tower, checked_names, load_tower
+from turbovit.export.tower import Tower, load_tower, source_from_checkpoint
 
 
 class TorchRunner(Runner):
@@ -26,17 +26,18 @@ class TorchRunner(Runner):
         """Load the tower from the checkpoint that the manifest names.
 
         Raises:
-            CheckpointError: it is gone, or its weights are no longer those the bundle was built from.
+            CheckpointError: it is gone, or is no longer what the bundle was built from.
         """
         source = bundle.manifest.source
         tower_class: type[Tower] = load(family_from_name(bundle.manifest.family).tower)
         checkpoint = open_checkpoint(source.name, tower_class.is_checkpoint_vision)
         spec = tower_class.spec_from_config(checkpoint.config, image_processor_config(checkpoint.folder))
-        found = checkpoint.tensors_sha256(checked_names(tower_class, spec, checkpoint))
-        if found != source.tensors_sha256:
+        found = source_from_checkpoint(tower_class, spec, checkpoint)
+        if (found.tensors_sha256, found.config) != (source.tensors_sha256, source.config):
             raise CheckpointError(
-                f"the vision weights in {source.name} are no longer those of {bundle.path}: sha256 {found[:12]}..., "
-                f"expected {source.tensors_sha256[:12]}...; build a bundle of them: turbovit build {source.name}"
+                f"the vision weights or settings in {source.name} are no longer those of {bundle.path}: sha256 of the "
+                f"weights {found.tensors_sha256[:12]}..., expected {source.tensors_sha256[:12]}...; "
+                f"build a bundle of them: turbovit build {source.name}"
             )
         return cls(bundle.manifest, engine, device, load_tower(tower_class, spec, checkpoint).to(device))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from turbovit.engines.bundle import TensorSpec
+from turbovit.engines.bundle import Source, TensorSpec
 from turbovit.engines.errors import CheckpointError
-from turbovit.export.checkpoint import Checkpoint
+from turbovit.export.checkpoint import Checkpoint, image_processor_config
 
 T = TypeVar("T", bound="Tower")
 _SHOWN = 5
@@ -112,9 +115,20 @@ class Tower(nn.Module, ABC):
         """Inputs for export and certification: several shapes, none special, each inside the default limits."""
 
 
-def spec_facts(spec: Any) -> dict[str, Any]:
-    """The spec as JSON data: the config facts that make one bundle another."""
-    return dataclasses.asdict(spec)
+def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> Source:
+    """What makes a bundle of this checkpoint another than that of the next: weights, sizes, image processor.
+
+    Raises:
+        CheckpointError: vision tensors are missing, unknown or of another shape than the config says.
+    """
+    names = checked_names(tower, spec, checkpoint)
+    config = dataclasses.asdict(spec) | {"image_processor": image_processor_config(checkpoint.folder)}
+    local = Path(checkpoint.name)
+    return Source(
+        name=str(local.resolve()) if local.is_dir() else checkpoint.name,
+        tensors_sha256=checkpoint.tensors_sha256(names),
+        config=json.loads(json.dumps(config)),
+    )
 
 
 def load_tower(tower: type[T], spec: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> T:
@@ -143,7 +157,9 @@ def checked_names(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> list
     found = checkpoint.shapes(names)
     actual = {tower.canonical_name(name): shape for name, shape in found.items()}
     expected = tower.tensor_shapes(spec)
+    counts = Counter(map(tower.canonical_name, names))
     problems = [
+        _problem("there twice", [name for name, count in counts.items() if count > 1]),
         _problem("missing", [name for name in expected if name not in actual]),
         _problem("unknown", [name for name in actual if name not in expected]),
         _problem(

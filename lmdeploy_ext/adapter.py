@@ -24,8 +24,19 @@ PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
     "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_bytes": ("data",),
     "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_base64": ("media_type", "data"),
     "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_file": ("file_path",),
-    "lmdeploy.serve.processors.multimodal:MultimodalProcessor._get_text_prompt_input": ("prompt", "do_preprocess"),
-    "lmdeploy.serve.processors.multimodal:MultimodalProcessor._get_multimodal_prompt_input": ("media_io_kwargs",),
+    "lmdeploy.serve.processors.multimodal:MultimodalProcessor._get_text_prompt_input": (
+        "prompt",
+        "do_preprocess",
+        "adapter_name",
+        "tools",
+        "reasoning_effort",
+        "chat_template_kwargs",
+    ),
+    "lmdeploy.serve.processors.multimodal:MultimodalProcessor._get_multimodal_prompt_input": (
+        "messages",
+        "do_preprocess",
+        "media_io_kwargs",
+    ),
     "lmdeploy.serve.processors.multimodal:MultimodalProcessor._parse_multimodal_item": (
         "i",
         "in_messages",
@@ -85,11 +96,10 @@ def patch_image_loading() -> None:
     from lmdeploy.serve.processors import multimodal
 
     class StrictImageMediaIO(multimodal.ImageMediaIO):  # type: ignore[misc, name-defined]
-        """LMDeploy's loader with turbovit's decoding; other models get the same pixels, composited on white."""
+        """LMDeploy's loader, with turbovit's decoding for the compiled models; others get what LMDeploy gives them."""
 
         def load_bytes(self, data: bytes) -> Any:
-            image = rgb_from_bytes(data, self.kwargs.get(_ALPHA, "white"))
-            return image if self.image_mode == "RGB" else image.convert(self.image_mode)
+            return rgb_from_bytes(data, self.kwargs[_ALPHA]) if _ALPHA in self.kwargs else super().load_bytes(data)
 
         def load_file(self, file_path: Any) -> Any:
             return self.load_bytes(file_path.read_bytes())
@@ -130,23 +140,31 @@ def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
         return None
 
     @functools.wraps(text_input)
-    async def checked_text_input(self: Any, prompt: Any, do_preprocess: bool, *args: Any, **kwargs: Any) -> dict:
+    async def text_input_of_model(
+        self: Any, prompt: Any, do_preprocess: bool, adapter_name: str | None = None, **kwargs: Any
+    ) -> dict:
         model = compiled_model(self.vl_encoder)
-        if model is not None:
-            model.check_text(prompt)
-        return await text_input(self, prompt, do_preprocess, *args, **kwargs)
+        if model is None:
+            return await text_input(self, prompt, do_preprocess, adapter_name, **kwargs)
+        options = dict(kwargs.get("chat_template_kwargs") or {})
+        if kwargs.get("reasoning_effort") is not None:
+            options["reasoning_effort"] = kwargs["reasoning_effort"]
+        template = _template(self, do_preprocess, adapter_name)
+        return model.text_request(prompt, template, self.tokenizer, kwargs.get("tools"), options)
 
     @functools.wraps(multimodal_input)
-    async def multimodal_input_with_alpha(self: Any, *args: Any, media_io_kwargs: Any = None, **kwargs: Any) -> dict:
+    async def multimodal_input_of_model(
+        self: Any, messages: list[dict], do_preprocess: bool, *args: Any, media_io_kwargs: Any = None, **kwargs: Any
+    ) -> dict:
         model = compiled_model(self.vl_encoder)
         if model is not None:
-            given = media_io_kwargs or {}
-            media_io_kwargs = {**given, "image": {**given.get("image", {}), _ALPHA: model.encoder.preprocessor.alpha}}
-        return await multimodal_input(self, *args, media_io_kwargs=media_io_kwargs, **kwargs)
+            model.check_messages(messages, _template(self, do_preprocess))
+            media_io_kwargs = _with_alpha(media_io_kwargs or {}, model.encoder.preprocessor.alpha)
+        return await multimodal_input(self, messages, do_preprocess, *args, media_io_kwargs=media_io_kwargs, **kwargs)
 
     MultimodalProcessor._parse_multimodal_item = staticmethod(parse_naming_errors)
-    MultimodalProcessor._get_text_prompt_input = checked_text_input
-    MultimodalProcessor._get_multimodal_prompt_input = multimodal_input_with_alpha
+    MultimodalProcessor._get_text_prompt_input = text_input_of_model
+    MultimodalProcessor._get_multimodal_prompt_input = multimodal_input_of_model
 
 
 def quiet_refusals() -> None:
@@ -177,10 +195,13 @@ def patch_backend_choice(refusal: Callable[[str], str | None]) -> None:
 
 
 def is_raw(chat_template: Any) -> bool:
-    """Whether this is the empty template that LMDeploy uses for ``do_preprocess=False``."""
+    """Whether this is the empty template that LMDeploy uses for ``do_preprocess=False``.
+
+    A template that a user wrote in a JSON file is a BaseChatTemplate too, with something in it.
+    """
     from lmdeploy.model import BaseChatTemplate
 
-    return type(chat_template) is BaseChatTemplate
+    return type(chat_template) is BaseChatTemplate and vars(chat_template) == vars(BaseChatTemplate())
 
 
 def takes_parts(chat_template: Any) -> bool:
@@ -188,6 +209,22 @@ def takes_parts(chat_template: Any) -> bool:
     from lmdeploy.model import HFChatTemplate
 
     return isinstance(chat_template, HFChatTemplate)
+
+
+def _template(processor: Any, do_preprocess: bool, adapter_name: str | None = None) -> Any:
+    """The chat template that LMDeploy would use; an adapter can be named after one of its own."""
+    from lmdeploy.model import MODELS, BaseChatTemplate
+
+    if not do_preprocess:
+        return BaseChatTemplate()
+    return MODELS.module_dict[adapter_name]() if adapter_name in MODELS.module_dict else processor.chat_template
+
+
+def _with_alpha(media_io_kwargs: dict[str, Any], alpha: str) -> dict[str, Any]:
+    given = media_io_kwargs.get("image", {})
+    if not isinstance(given, dict):
+        raise InputError(f"media_io_kwargs has {type(given).__name__} for 'image', expected a dict")
+    return {**media_io_kwargs, "image": {**given, _ALPHA: alpha}}
 
 
 def _part_label(content: list[Any], number: int) -> str:

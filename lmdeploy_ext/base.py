@@ -11,12 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from turbovit.engines.encoder import Encoder, open_encoder
-from turbovit.engines.errors import BundleError, InputError
+from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Encoded, Pixels
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.conversation import (
-    FORWARD,
-    PREPROCESS,
     Conversation,
     ImagePart,
     conversation_from_messages,
@@ -24,7 +22,7 @@ from turbovit.lmdeploy_ext.conversation import (
     refuse_reserved,
     with_markers_applied,
 )
-from turbovit.lmdeploy_ext.prompt import template_messages
+from turbovit.lmdeploy_ext.prompt import refuse_unknown_ids, template_messages
 
 logger = logging.getLogger("turbovit")
 
@@ -54,6 +52,7 @@ class CompiledVisionModel:
     # Set by LMDeploy's VisionModel.
     model_path: str
     backend: str
+    with_llm: bool
 
     @property
     def compiled(self) -> bool:
@@ -66,7 +65,7 @@ class CompiledVisionModel:
         Raises:
             BundleError: there is none; gives the command that builds it.
         """
-        if self.backend != "turbomind":
+        if self.backend != "turbomind" or self.with_llm:
             super().build_model(trust_remote_code=trust_remote_code)  # type: ignore[misc]
             return
         self.encoder = open_encoder(self._bundle_folder(), device=self.device)
@@ -81,7 +80,7 @@ class CompiledVisionModel:
             return super().preprocess(messages)  # type: ignore[misc]
         images = conversation_from_messages(messages).images
         entries = [{"pixels": pixels, "image_tokens": sum(pixels.runs)} for pixels in map(self._pixels, images)]
-        messages.append({"role": PREPROCESS, "content": entries})
+        messages.append({"role": "preprocess", "content": entries})
         return messages
 
     def forward(self, messages: list[dict], max_batch_size: int = 1) -> list[dict]:
@@ -92,9 +91,9 @@ class CompiledVisionModel:
         """
         if not self.compiled:
             return super().forward(messages, max_batch_size)  # type: ignore[misc]
-        pixels: list[Pixels] = [entry["pixels"] for entry in _content(messages, PREPROCESS)]
+        pixels: list[Pixels] = [entry["pixels"] for entry in messages[-1]["content"]]
         encoded = self.encoder.encode_pixels(pixels, max_batch_size)
-        messages.append({"role": FORWARD, "content": [one.features for one in encoded]})
+        messages.append({"role": "forward", "content": [one.features for one in encoded]})
         return messages
 
     def to_turbomind(
@@ -109,23 +108,42 @@ class CompiledVisionModel:
         """TurboMind's request: prompt, input_ids, input_embeddings and input_embedding_ranges.
 
         Raises:
-            InputError: a text holds a reserved string, or a raw prompt's placeholders are not its images'.
+            InputError: a text holds a reserved string, the chat template takes no such conversation, or a raw
+                prompt's placeholders are not its images'.
         """
         if not self.compiled:
             return super().to_turbomind(  # type: ignore[misc]
                 messages, chat_template, tokenizer, tools=tools, chat_template_kwargs=chat_template_kwargs, **kwargs
             )
-        pixels: list[Pixels] = [entry["pixels"] for entry in _content(messages, PREPROCESS)]
-        features: list[torch.Tensor] = _content(messages, FORWARD)
-        encoded = [Encoded(tensor, one.runs) for tensor, one in zip(features, pixels, strict=True)]
+        *own, preprocessed, forwarded = messages
+        runs = (entry["pixels"].runs for entry in preprocessed["content"])
+        encoded = [Encoded(features, one) for features, one in zip(forwarded["content"], runs, strict=True)]
+        conversation = conversation_from_messages(own)
+        return self._request_from_conversation(
+            conversation, encoded, chat_template, tokenizer, tools, chat_template_kwargs or {}
+        )
+
+    def text_request(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        chat_template: Any,
+        tokenizer: Any,
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """As `to_turbomind`, for a string or messages without images, which LMDeploy shows to no vision model."""
+        conversation = conversation_from_messages(_messages(prompt))
+        return self._request_from_conversation(conversation, (), chat_template, tokenizer, tools, options)
+
+    def check_messages(self, messages: Sequence[Mapping[str, Any]], chat_template: Any) -> None:
+        """Refuse what can be refused before an image is loaded.
+
+        Raises:
+            InputError: a message cannot be used, or a text holds a reserved string.
+        """
         conversation = conversation_from_messages(messages)
-        if adapter.is_raw(chat_template) or conversation.has_token_ids:
-            prompt = raw_prompt(conversation)
-        else:
-            prompt = self._prompt(conversation, chat_template, tools, chat_template_kwargs or {})
-        if isinstance(prompt, str):
-            return self.request_from_text(prompt, encoded, tokenizer)
-        return self.request_from_ids(prompt, encoded, tokenizer)
+        if not adapter.is_raw(chat_template):
+            refuse_reserved(conversation, self.reserved)
 
     def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
         """The request for a prompt that has one `placeholder` an image."""
@@ -135,14 +153,23 @@ class CompiledVisionModel:
         """The request for token ids that hold the family's placeholders."""
         raise NotImplementedError
 
-    def check_text(self, prompt: str | Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a text-only request, a string or messages, that holds a reserved string.
-
-        Raises:
-            InputError: names the string.
-        """
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        refuse_reserved(conversation_from_messages(messages), self.reserved)
+    def _request_from_conversation(
+        self,
+        conversation: Conversation,
+        encoded: Sequence[Encoded],
+        chat_template: Any,
+        tokenizer: Any,
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        if adapter.is_raw(chat_template) or conversation.has_token_ids:
+            prompt = raw_prompt(conversation)
+        else:
+            prompt = self._prompt(conversation, chat_template, tools, options)
+        if isinstance(prompt, str):
+            return self.request_from_text(prompt, encoded, tokenizer)
+        refuse_unknown_ids(prompt, tokenizer)
+        return self.request_from_ids(prompt, encoded, tokenizer)
 
     def _prompt(
         self, conversation: Conversation, chat_template: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]
@@ -150,7 +177,10 @@ class CompiledVisionModel:
         refuse_reserved(conversation, self.reserved)
         placeholder = None if adapter.takes_parts(chat_template) else self.placeholder
         messages = template_messages(with_markers_applied(conversation), placeholder)
-        return chat_template.messages2prompt(messages, tools=tools, **options)
+        try:
+            return chat_template.messages2prompt(messages, tools=tools, **options)
+        except Exception as error:  # templates raise TemplateError, KeyError, TypeError and more
+            raise InputError(f"the chat template does not take this conversation: {error}") from error
 
     def _pixels(self, image: ImagePart) -> Pixels:
         try:
@@ -159,7 +189,7 @@ class CompiledVisionModel:
             raise InputError(f"{image.label}: {error}") from None
 
     def _bundle_folder(self) -> Path:
-        from turbovit.export.plan import find_bundle, require_fit
+        from turbovit.export.plan import find_bundle, no_bundle, require_fit
 
         given = self.bundle or os.environ.get(BUNDLE_VARIABLE)
         if given:
@@ -172,11 +202,8 @@ class CompiledVisionModel:
             from turbovit.export.build import build
 
             return build(self.model_path, report=logger.info).bundle.path
-        raise BundleError(
-            f"there is no engine bundle for {self.model_path}: build it with: turbovit build {self.model_path} "
-            f"(or set {AUTO_BUILD_VARIABLE}=1 to build it on the first start)"
-        )
+        raise no_bundle(self.model_path)
 
 
-def _content(messages: Sequence[Mapping[str, Any]], role: str) -> list[Any]:
-    return next(message["content"] for message in reversed(messages) if message["role"] == role)
+def _messages(prompt: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

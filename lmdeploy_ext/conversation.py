@@ -9,8 +9,6 @@ from typing import Any
 from turbovit.engines.errors import InputError
 
 IMAGE_MARKER = "<IMAGE_TOKEN>"  # LMDeploy's documented way to say in a text where an image stands
-PREPROCESS, FORWARD = "preprocess", "forward"
-_PIPELINE_ROLES = (PREPROCESS, FORWARD)  # entries that LMDeploy's own steps add to the messages
 _IMAGE_ROLES = ("user", "tool")  # LMDeploy loads the images of no other role
 
 
@@ -55,7 +53,7 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """All text parts, joined with newlines as LMDeploy joins them for text-only requests."""
+        """All text parts, joined with newlines."""
         return "\n".join(part.text for part in self.parts if isinstance(part, Text))
 
 
@@ -82,24 +80,25 @@ def conversation_from_messages(messages: Iterable[Mapping[str, Any]]) -> Convers
     Raises:
         InputError: a content or role that cannot be used; names the message and part.
     """
-    own = [message for message in messages if message["role"] not in _PIPELINE_ROLES]
-    return Conversation(tuple(_turn(index, message) for index, message in enumerate(own)))
+    turns = tuple(_turn(index, message) for index, message in enumerate(messages))
+    if not turns:
+        raise InputError("there are no messages")
+    return Conversation(turns)
 
 
 def raw_prompt(conversation: Conversation) -> str | list[int]:
-    """The prompt of a request without chat template: its texts joined, or its token ids.
+    """The prompt of a request without chat template: all its texts joined, or its token ids.
 
     Raises:
-        InputError: there is more than one message, no text, or text beside token ids.
+        InputError: there is no text, or text beside token ids.
     """
-    if len(conversation.turns) != 1:
-        raise InputError(f"a raw prompt is one message, got {len(conversation.turns)}")
-    texts = [part for part in conversation.turns[0].parts if not isinstance(part, ImagePart)]
+    texts = [part for turn in conversation.turns for part in turn.parts if not isinstance(part, ImagePart)]
     if texts and all(isinstance(part, Text) for part in texts):
         return "".join(part.text for part in texts if isinstance(part, Text))
     if len(texts) == 1 and isinstance(texts[0], TokenIds):
         return texts[0].ids
-    raise InputError(f"a raw prompt is text or one list of token ids, got {len(texts)} parts of both kinds")
+    kinds = ", ".join(type(part).__name__ for part in texts) or "no text"
+    raise InputError(f"a raw prompt is text or one list of token ids, got {kinds}")
 
 
 def with_markers_applied(conversation: Conversation) -> Conversation:
@@ -127,7 +126,9 @@ def refuse_reserved(conversation: Conversation, reserved: Sequence[str]) -> None
 
 
 def _turn(index: int, message: Mapping[str, Any]) -> Turn:
-    role, content = message["role"], message.get("content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise InputError(f"message {index}: its role is {role!r}, expected a name such as 'user'")
     extras = {key: value for key, value in message.items() if key not in ("role", "content")}
     if content is None or isinstance(content, str):
         return Turn(role, (Text(content or ""),), plain=True, extras=extras)
@@ -146,7 +147,7 @@ def _part(part: Any, role: str, message: str, number: int) -> Part:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return Text(part["text"])
-    if kind == "text" and isinstance(part.get("text"), list):
+    if kind == "text" and _are_ids(part.get("text")):
         return TokenIds(part["text"])
     if isinstance(kind, str) and kind.startswith("image"):
         if role not in _IMAGE_ROLES:
@@ -154,8 +155,14 @@ def _part(part: Any, role: str, message: str, number: int) -> Part:
                 f"{message}, image {number}: only messages of the roles {', '.join(_IMAGE_ROLES)} can hold images"
             )
         return ImagePart(part.get("data"), f"{message}, image {number}")
+    if kind == "text":
+        raise InputError(f"{message}: a text part holds {type(part.get('text')).__name__}, expected text or token ids")
     shown = f"of type {kind!r}" if isinstance(part, Mapping) else f"a {type(part).__name__}"
     raise InputError(f"{message}: a part is {shown}, expected a text or an image")
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(token, int) for token in value)
 
 
 def _with_markers_applied(turn: Turn) -> Turn:

@@ -45,8 +45,9 @@ class CompiledGemma3(CompiledVisionModel):
         return self._request(None, list(chain(*(next(images) if token == boi else [token] for token in ids))), encoded)
 
     def _expanded(self, prompt: str, encoded: Sequence[Encoded]) -> str:
-        if _SOFT in prompt:
-            raise InputError(f"the prompt holds {_SOFT!r}: write one {_BOI!r} for each image and nothing else of it")
+        for word in (_SOFT, _EOI):
+            if word in prompt:
+                raise InputError(f"the prompt holds {word!r}: write one {_BOI!r} for each image and nothing else of it")
         return expanded(prompt, _BOI, [_image_text(one.runs) for one in encoded])
 
     def _request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:

@@ -66,6 +66,18 @@ def text_from_ids(ids: Sequence[int], tokenizer: Any) -> str | None:
     return text if ids_from_text(text, tokenizer) == list(ids) else None
 
 
+def refuse_unknown_ids(ids: Sequence[int], tokenizer: Any) -> None:
+    """Refuse ids that no embedding stands behind.
+
+    Raises:
+        InputError: names the first one.
+    """
+    size = len(tokenizer.model.model)
+    for token in ids:
+        if not 0 <= token < size:
+            raise InputError(f"the token ids hold {token}, the tokenizer has 0 to {size - 1}")
+
+
 def runs_of(ids: Sequence[int], token: int) -> list[list[int]]:
     """[begin, end) of every longest run of `token`."""
     runs: list[list[int]] = []
@@ -98,9 +110,5 @@ def turbomind_request(
     found, expected = [end - begin for begin, end in ranges], [len(tensor) for tensor in embeddings]
     if found != expected:
         raise InputError(f"the prompt has runs of {found} image tokens, its images have {expected}")
-    return {
-        "prompt": prompt,
-        "input_ids": ids,
-        "input_embeddings": list(embeddings),
-        "input_embedding_ranges": ranges,
-    }
+    request = {"prompt": prompt, "input_ids": ids}
+    return {**request, "input_embeddings": list(embeddings), "input_embedding_ranges": ranges} if ranges else request

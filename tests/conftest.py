@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from turbovit.engines.bundle import Bundle
-from turbovit.export.build import build
-from turbovit.export.samples import write_sample
+if TYPE_CHECKING:
+    from turbovit.engines.bundle import Bundle
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, when a function first imports it
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is first imported: turbovit is imported below
 
 DATA_VARIABLE = "TURBOVIT_TEST_DATA"
 
@@ -39,6 +39,8 @@ def data() -> Path:
 @pytest.fixture(scope="session")
 def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sample checkpoint. Never changed: copy it first."""
+    from turbovit.export.samples import write_sample
+
     folder = tmp_path_factory.mktemp("checkpoints") / "gemma3-tiny"
     write_sample("gemma3", folder, "tiny", 0)
     return folder
@@ -47,4 +49,6 @@ def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_gemma3_bundle(tiny_gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A bundle of `tiny_gemma3`, for at most 8 images a run. Never changed: copy it first."""
+    from turbovit.export.build import build
+
     return build(tiny_gemma3, tmp_path_factory.mktemp("bundles") / "gemma3-tiny").bundle

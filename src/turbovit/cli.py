@@ -186,10 +186,10 @@ def encode(
     if as_json:
         print(json.dumps({"ran_on": encoder.runner.description, "images": rows}))
         return
-    table = Table("image", "tokens", "hidden", "ms", title=f"encoded with {encoder.runner.description}")
+    out.print(f"encoded with {escape(encoder.runner.description)}", soft_wrap=True)
     for row in rows:
-        table.add_row(*(escape(str(value)) for value in row.values()))
-    out.print(table)
+        size = f"{row['tokens']} tokens x {row['hidden']}"
+        out.print(f"  {escape(str(row['image']))}: {size}, {row['milliseconds']} ms", soft_wrap=True)
 
 
 @app.command()

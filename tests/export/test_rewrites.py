@@ -198,7 +198,7 @@ def test_heads_joined_to_or_split_from_another_rank_are_no_multihead(text: str, 
 
 def test_heads_in_another_order_are_no_multihead() -> None:
     text = graph().replace("[0, 2, 1, 3]> (mixed)", "[0, 1, 2, 3]> (mixed)")
-    with pytest.raises(BuildError, match="0 of 1 .*: the nodes around it have another shape"):
+    with pytest.raises(BuildError, match=r"0 of 1 .*: the nodes around it have another shape"):
         rewrite_attention(from_text(text), "multihead")
 
 

@@ -16,7 +16,7 @@ from jinja2.exceptions import TemplateError
 from PIL import Image
 from safetensors import SafetensorError
 
-from turbovit.engines.errors import BuildError, CheckpointError, UnsupportedModelError
+from turbovit.engines.errors import BuildError, UnsupportedModelError
 from turbovit.export import samples
 from turbovit.export.checkpoint import INDEX, SINGLE, image_processor_config, open_checkpoint
 from turbovit.export.gemma3 import Gemma3Tower
@@ -75,7 +75,7 @@ def test_touches_nothing_that_stands_there(tmp_path: Path) -> None:
     mine = tmp_path / "mine.txt"
     mine.write_text("mine")
     for taken in (tmp_path, mine):
-        with pytest.raises(CheckpointError, match="is not an empty folder"):
+        with pytest.raises(BuildError, match="exists and is not empty"):
             write_sample("gemma3", taken)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     assert mine.read_text() == "mine"

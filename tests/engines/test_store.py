@@ -1,0 +1,178 @@
+"""The store's index spares hashing a file twice, and no state of it can do harm."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turbovit.engines.store import bundles_folder, cached_digest, file_sha256, home
+
+MTIME_NS = 1_700_000_000_123_456_789
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "home"
+    monkeypatch.setenv("TURBOVIT_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.bin"
+    write(path, b"some weights")
+    return path
+
+
+def write(path: Path, data: bytes, mtime_ns: int = MTIME_NS) -> None:
+    path.write_bytes(data)
+    os.utime(path, ns=(mtime_ns, mtime_ns))
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def index(store: Path) -> dict[str, Any]:
+    return json.loads((store / "index.json").read_text())
+
+
+def test_the_home_is_configurable(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert home() == store
+    assert bundles_folder() == store / "bundles"
+    for unset in ("", None):
+        if unset is None:
+            monkeypatch.delenv("TURBOVIT_HOME")
+        else:
+            monkeypatch.setenv("TURBOVIT_HOME", unset)
+        assert home().name == "turbovit"
+        assert home().is_absolute()
+
+
+def test_an_unchanged_file_is_not_hashed_again(file: Path) -> None:
+    assert file_sha256(file) == sha256(b"some weights")
+    write(file, b"other bytes!")  # same size and modification time: as unchanged as the index can tell
+    assert file_sha256(file) == sha256(b"some weights")
+    assert file_sha256(file, use_cache=False) == sha256(b"other bytes!")
+
+
+@pytest.mark.parametrize(("data", "mtime_ns"), [(b"other bytes!", MTIME_NS + 1), (b"other", MTIME_NS)])
+def test_a_changed_file_is_hashed_again(file: Path, data: bytes, mtime_ns: int) -> None:
+    file_sha256(file)
+    write(file, data, mtime_ns)
+    assert file_sha256(file) == sha256(data)
+    assert file_sha256(file) == sha256(data)
+
+
+def test_files_of_more_than_one_chunk_are_hashed_whole(file: Path) -> None:
+    data = bytes(range(256)) * (5 << 12)  # 5 MiB, read in chunks of 4
+    write(file, data)
+    assert file_sha256(file) == sha256(data)
+
+
+def test_a_digest_over_several_files_depends_on_each(tmp_path: Path) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    for path in files:
+        write(path, b"x")
+    calls: list[int] = []
+
+    def digest() -> str:
+        return cached_digest("key", files, lambda: calls.append(1) or f"{len(calls):02x}")
+
+    assert [digest(), digest()] == ["01", "01"]
+    write(files[1], b"y", MTIME_NS + 1)
+    assert digest() == "02"
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        file_sha256(tmp_path / "missing")
+
+
+def test_vanished_files_are_dropped_from_the_index(file: Path, store: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write(other, b"other")
+    file_sha256(file)
+    file_sha256(other)
+    assert len(index(store)) == 2
+    file.unlink()
+    write(other, b"other again", MTIME_NS + 1)
+    file_sha256(other)
+    assert list(index(store)) == [f"file:{other}"]
+
+
+def test_a_home_that_cannot_be_made_is_only_logged(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TURBOVIT_HOME", str(file / "home"))  # a file is no folder, for root neither
+    with caplog.at_level(logging.WARNING, "turbovit"):
+        assert file_sha256(file) == sha256(b"some weights")
+    assert "cannot be written" in caplog.text
+    assert str(file / "home") in caplog.text
+
+
+# Whatever stands in the index, JSON or not.
+DAMAGED = [
+    *(b"", b"{", b"\xff\xfe", b"null", b"3", b'"x"', b"[]", b'[{"files": []}]', b"[" * 100_000),
+    *(json.dumps({"KEY": entry}).encode() for entry in (None, 1, "x", [], {}, {"files": []}, {"digest": "00"})),
+    *(
+        json.dumps({"KEY": {"files": files, "digest": "00"}, "other": {"files": files, "digest": "00"}}).encode()
+        for files in (
+            None,
+            1,
+            "x",
+            {},
+            [1],
+            ["x"],
+            [[]],
+            [[1, 2, 3]],
+            [["x", "y", "z"]],
+            [["\0", 1, 1]],
+            [["x" * 5000, 1, 1]],
+        )
+    ),
+    *(json.dumps({"KEY": {"files": "FILES", "digest": d}}).encode() for d in (None, 1, "no hex", ["00"], {})),
+    b'{"KEY": {"files": [["x", Infinity, NaN]], "digest": "00"}}',
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=lambda content: ascii(content[:60]))
+def test_a_damaged_index_is_replaced(content: bytes, file: Path, store: Path) -> None:
+    fingerprint = json.dumps([[str(file), file.stat().st_size, MTIME_NS]])
+    content = content.replace(b"KEY", f"file:{file}".encode()).replace(b'"FILES"', fingerprint.encode())
+    store.mkdir()
+    (store / "index.json").write_bytes(content)
+    assert file_sha256(file) == sha256(b"some weights")
+    assert index(store)[f"file:{file}"]["digest"] == sha256(b"some weights")
+
+
+def test_a_name_that_is_not_utf8_is_no_obstacle(tmp_path: Path, store: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9")
+    write(path, b"x")
+    assert [file_sha256(path), file_sha256(path)] == [sha256(b"x")] * 2
+    assert len(index(store)) == 1
+
+
+def test_concurrent_writers_lose_nothing(tmp_path: Path, store: Path) -> None:
+    files = [tmp_path / f"file{number}" for number in range(24)]
+    for number, path in enumerate(files):
+        write(path, bytes([number]))
+    script = "import sys; from pathlib import Path; from turbovit.engines.store import file_sha256\n"
+    script += "for name in sys.argv[1:]: file_sha256(Path(name))"
+    children = [subprocess.Popen([sys.executable, "-c", script, *map(str, files[part:16:2])]) for part in range(2)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(file_sha256, files[16:]))
+    assert [child.wait(60) for child in children] == [0, 0]
+    assert {key: entry["digest"] for key, entry in index(store).items()} == {
+        f"file:{path}": sha256(bytes([number])) for number, path in enumerate(files)
+    }
+    assert sorted(path.name for path in store.iterdir()) == ["index.json", "index.json.lock"]
