@@ -37,7 +37,7 @@ class Reference(ABC):
 
     @abstractmethod
     def inputs_from_messages(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Mapping[str, Tensor]:
-        """The processor's output for a chat in Hugging Face's form, batch 1."""
+        """The processor's output for a chat in Hugging Face's form, batch 1; `options` are its keyword arguments."""
 
     @abstractmethod
     def inputs_from_prompt(self, prompt: str, images: Sequence[Any], **options: Any) -> Mapping[str, Tensor]:
@@ -71,12 +71,12 @@ def spliced(embeddings: Tensor, request: Mapping[str, Any]) -> Tensor:
 
 def chat_from_lmdeploy(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation in LMDeploy's form (with PIL images as ``image_data``) in Hugging Face's."""
-    return [{"role": message["role"], "content": _parts(message["content"])} for message in messages]
+    return [{"role": message["role"], "content": _parts(message.get("content"))} for message in messages]
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
+    if content is None or isinstance(content, str):
+        return [{"type": "text", "text": content or ""}]
     return [
         {"type": "text", "text": part["text"]}
         if part["type"] == "text"

@@ -22,13 +22,14 @@ class Gemma3Reference(Reference):
         self.model = float32_model(Gemma3ForConditionalGeneration, checkpoint)
 
     def inputs_from_messages(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Mapping[str, Tensor]:
+        continues = messages[-1]["role"] == "assistant"  # LMDeploy lets the model continue such an answer
         return self.processor.apply_chat_template(
             messages,
-            add_generation_prompt=messages[-1]["role"] != "assistant",
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
             tokenize=True,
             return_dict=True,
-            return_tensors="pt",
-            **options,
+            processor_kwargs={"return_tensors": "pt", **options},
         )
 
     def inputs_from_prompt(self, prompt: str, images: Sequence[Any], **options: Any) -> Mapping[str, Tensor]:

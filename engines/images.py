@@ -26,7 +26,7 @@ DEFAULT_MAX_PIXELS = 89_478_485
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _SMALLER = f"send a smaller one, or set {MAX_PIXELS_VARIABLE}"
 # What makes an image of an EXIF orientation upright; 1 is.
-_TRANSPOSE = {
+_TRANSPOSE: dict[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,

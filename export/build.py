@@ -8,8 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
-from turbovit.engines.bundle import MANIFEST, Bundle, Engine, FileEntry, open_bundle, read_manifest, write_manifest
+from turbovit.engines.bundle import (
+    MANIFEST,
+    Bundle,
+    Engine,
+    FileEntry,
+    Manifest,
+    open_bundle,
+    read_manifest,
+    write_manifest,
+)
 from turbovit.engines.encoder import PROCESSOR_FOLDER
 from turbovit.engines.errors import BuildError
 from turbovit.engines.runner import DTYPES
@@ -24,6 +34,8 @@ Report = Callable[[str], None]
 
 _SAMPLE_SEED = 0
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+# What `_files` finds; the last is a manifest that was never put in place.
+_CONTENTS = ("model.*.onnx", "weights.*.bin", REFERENCE, f"{PROCESSOR_FOLDER}/*", f".{MANIFEST}.*")
 # Room for graphs, reference outputs and processor files beside the weights.
 _SPARE_BYTES = 64 << 20
 
@@ -67,7 +79,7 @@ def build(
     report("checking the checkpoint")
     plan = plan_build(model, precision, runtimes, limits or {})
     name = f"{plan.family.name}-{plan.manifest.identity[:16]}"
-    folder = Path(output) if output is not None else bundles_folder() / name
+    folder = Path(output).resolve() if output is not None else bundles_folder() / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f".{folder.name}.lock"):
@@ -77,8 +89,8 @@ def build(
             with folder_in_one_step(folder) as temporary:
                 bundle = _add_engines(plan, Bundle(temporary, plan.manifest), plan.wanted, report)
             return Built(Bundle(folder, bundle.manifest), bundle.manifest.engines)
-    except OSError as error:
-        raise BuildError(f"{folder} cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
+        raise BuildError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _extend(plan: Plan, folder: Path, report: Report) -> Built:
@@ -93,12 +105,11 @@ def _extend(plan: Plan, folder: Path, report: Report) -> Built:
     missing = [pair for pair in plan.wanted if manifest.engine(*pair) is None]
     if not missing:
         return Built(bundle, ())
-    known = set(manifest.files) | {MANIFEST}
+    _remove_unnamed(folder, manifest)  # what a killed extension left
     try:
         extended = _add_engines(plan, bundle, missing, report)
     except BaseException:
-        for name in set(_files(folder)) - known:
-            (folder / name).unlink()
+        _remove_unnamed(folder, read_manifest(folder))  # the new one, if that is in place
         raise
     return Built(extended, tuple(engine for engine in extended.manifest.engines if engine not in manifest.engines))
 
@@ -128,11 +139,15 @@ def _export(plan: Plan, folder: Path, precision: str, report: Report) -> None:
     samples = tower.samples(_SAMPLE_SEED)
     if not (folder / REFERENCE).exists():
         _copy_processor_files(plan.checkpoint.folder, folder / PROCESSOR_FOLDER)
-        write_reference(tower, samples, folder / REFERENCE, report)
+        within = [sample for sample in samples if sample.within(plan.manifest.inputs, plan.manifest.limits)]
+        if not within:
+            raise BuildError(f"no shape that could be certified is within the limits {plan.manifest.limits}")
+        write_reference(tower, within, folder / REFERENCE, report)
     report(f"exporting to ONNX in {precision}")
     dtype = PRECISIONS[precision]
     graph = onnx_from_tower(tower.to(DTYPES[dtype]), samples[0], tower.outputs(dtype))
     save_base_graph(graph, folder / _graph_file(precision, "attention"), f"weights.{precision}.bin")
+    tower.release()  # before a runtime loads its own copy
 
 
 def _engine(folder: Path, runtime: str, precision: str, report: Report) -> Engine:
@@ -164,6 +179,10 @@ def _copy_processor_files(source: Path, target: Path) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Every file of a bundle but the manifest, relative."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST and not name.startswith("."))
+    """Every file that a build makes but the manifest, relative; a stranger's file is not among them."""
+    return sorted(path.relative_to(folder).as_posix() for pattern in _CONTENTS for path in folder.glob(pattern))
+
+
+def _remove_unnamed(folder: Path, manifest: Manifest) -> None:
+    for name in set(_files(folder)) - set(manifest.files):
+        (folder / name).unlink()

@@ -57,12 +57,14 @@ class Checkpoint:
         Raises:
             CheckpointError: a file is missing, cut short or lacks a tensor that the index says it has.
         """
+        opened: dict[Path, Any] = {}  # ends with the iteration: an open file keeps its pages in this process's memory
         for name in names:
-            yield name, self._read(name, "get_tensor")
+            yield name, self._read(opened, name, "get_tensor")
 
     def shapes(self, names: list[str]) -> dict[str, tuple[int, ...]]:
         """The shapes of `names`, from the files' headers alone."""
-        return {name: tuple(self._read(name, "get_slice").get_shape()) for name in names}
+        opened: dict[Path, Any] = {}
+        return {name: tuple(self._read(opened, name, "get_slice").get_shape()) for name in names}
 
     def tensors_sha256(self, names: list[str]) -> str:
         """Hash over names, dtypes, shapes and bytes of `names`; from the index where the files are unchanged."""
@@ -71,7 +73,7 @@ class Checkpoint:
             digest = hashlib.sha256()
             for name, tensor in self.tensors(names):
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+                digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             return digest.hexdigest()
 
         folder = self.folder.resolve()
@@ -79,18 +81,14 @@ class Checkpoint:
         listing = hashlib.sha256("\n".join(names).encode()).hexdigest()
         return cached_digest(f"tensors:{folder}:{listing}", files, compute)
 
-    @cached_property
-    def _open_files(self) -> dict[Path, Any]:
-        return {}
-
-    def _read(self, name: str, method: str) -> Any:
+    def _read(self, opened: dict[Path, Any], name: str, method: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / self.weight_map[name]
         try:
-            if path not in self._open_files:
-                self._open_files[path] = safe_open(path, framework="pt")
-            return getattr(self._open_files[path], method)(name)
+            if path not in opened:
+                opened[path] = safe_open(path, framework="pt")
+            return getattr(opened[path], method)(name)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{self.folder} lacks {path.name}, which holds the tensor {name}: download it again"

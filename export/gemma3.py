@@ -19,7 +19,8 @@ from turbovit.engines.errors import CheckpointError, UnsupportedModelError
 from turbovit.export.layers import Block, LayerNorm, PixelNorm, RMSNorm, patches_from_pixels
 from turbovit.export.tower import Sample, Tower
 
-_VISION = "vision_tower.vision_model."
+_TOWER = "vision_tower."
+_VISION = f"{_TOWER}vision_model."
 _PROJECTOR = "multi_modal_projector."
 _GELU = "gelu_pytorch_tanh"
 
@@ -111,8 +112,14 @@ class Gemma3Tower(Tower):
         return spec
 
     @classmethod
+    def canonical_name(cls, name: str) -> str:
+        """Also without the ``vision_model.`` that transformers 5 leaves out of a model that it made itself."""
+        name = super().canonical_name(name)
+        return _VISION + name.removeprefix(_TOWER) if name.startswith(_TOWER) and not name.startswith(_VISION) else name
+
+    @classmethod
     def is_vision(cls, name: str) -> bool:
-        return name.startswith(("vision_tower.", _PROJECTOR))
+        return name.startswith((_TOWER, _PROJECTOR))
 
     @classmethod
     def tensor_shapes(cls, spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:

@@ -14,14 +14,14 @@ Gelu = Literal["tanh", "none"]
 class PixelNorm(nn.Module):
     """uint8 pixels to the floats that the reference's processor gives: its fused rescale and normalise.
 
-    The fused form is ``(x - mean / scale) / (std / scale)`` in float32, as in
+    The fused form is ``(x - mean * (1 / scale)) / (std * (1 / scale))`` in float32, bit for bit as in
     `transformers.image_processing_backends.TorchvisionBackend.rescale_and_normalize`.
     """
 
     def __init__(self, mean: float, std: float, scale: float, dtype: torch.dtype):
         super().__init__()
-        self.shift = float(torch.tensor(mean) / torch.tensor(scale))
-        self.divisor = float(torch.tensor(std) / torch.tensor(scale))
+        self.shift = float(torch.tensor(mean) * (1.0 / scale))
+        self.divisor = float(torch.tensor(std) * (1.0 / scale))
         self.dtype = dtype
 
     def forward(self, pixels: Tensor) -> Tensor:

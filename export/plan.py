@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from turbovit.engines.bundle import MANIFEST, Manifest, Source, read_manifest
+from turbovit.engines.bundle import MANIFEST, Manifest, read_manifest
 from turbovit.engines.encoder import RUNNERS
 from turbovit.engines.errors import BuildError, BundleError, RuntimeUnavailableError
 from turbovit.engines.families import FamilyRow, family_from_architecture, load
 from turbovit.engines.store import bundles_folder
 from turbovit.export.checkpoint import Checkpoint, image_processor_config, open_checkpoint
-from turbovit.export.tower import Tower, checked_names, spec_facts
+from turbovit.export.tower import Tower, source_from_checkpoint
 
 ATTENTION_FORMS = {"onnxruntime": "multihead"}
 PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -59,13 +59,14 @@ def plan_build(model: str | Path, precision: str, runtimes: Sequence[str], limit
         BuildError, RuntimeUnavailableError: a runtime, precision or limit is unknown or not to be had here.
     """
     wanted = tuple(dict.fromkeys((runtime, _precision(runtime, precision)) for runtime in runtimes))
+    if not wanted:
+        raise BuildError(f"no runtime to build for; available: {', '.join(ATTENTION_FORMS)}")
     family, tower, checkpoint = _open(model)
     described = _described(tower, checkpoint)
-    source = _source(described, checkpoint)
     manifest = Manifest(
         family=family.name,
         architecture=str(checkpoint.architecture),
-        source=source,
+        source=source_from_checkpoint(tower, described.spec, checkpoint),
         limits=_limits(described.default_limits(), limits),
         inputs=described.inputs(),
         outputs=described.outputs("float32"),
@@ -85,7 +86,7 @@ def find_bundle(model: str | Path) -> Path | None:
     """
     wanted = _fingerprint_of(model)
     found = []
-    for path in bundles_folder().glob(f"*/{MANIFEST}"):
+    for path in bundles_folder().glob(f"[!.]*/{MANIFEST}"):  # a folder with a dot is a build under way
         with contextlib.suppress(BundleError, OSError):  # a damaged neighbour is no reason to find nothing
             if _fingerprint(read_manifest(path.parent)) == wanted:
                 found.append((path.stat().st_mtime_ns, path.parent))
@@ -135,7 +136,7 @@ def _fingerprint(manifest: Manifest) -> tuple[Any, ...]:
 def _fingerprint_of(model: str | Path) -> tuple[Any, ...]:
     family, tower, checkpoint = _open(model)
     described = _described(tower, checkpoint)
-    source = _source(described, checkpoint)
+    source = source_from_checkpoint(tower, described.spec, checkpoint)
     return family.name, source.tensors_sha256, source.config, described.facts(checkpoint.config)
 
 
@@ -158,13 +159,6 @@ def _described(tower: type[Tower], checkpoint: Checkpoint) -> Tower:
     """The tower without weights: it knows its inputs, outputs and facts."""
     with torch.device("meta"):
         return tower(tower.spec_from_config(checkpoint.config, image_processor_config(checkpoint.folder)))
-
-
-def _source(described: Tower, checkpoint: Checkpoint) -> Source:
-    names = checked_names(type(described), described.spec, checkpoint)
-    local = Path(checkpoint.name)
-    name = str(local.resolve()) if local.is_dir() else checkpoint.name
-    return Source(name, checkpoint.tensors_sha256(names), spec_facts(described.spec))
 
 
 def _precision(runtime: str, precision: str) -> str:

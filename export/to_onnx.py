@@ -70,8 +70,13 @@ def onnx_from_tower(tower: Tower, sample: Sample, outputs: tuple[TensorSpec, ...
 
 
 def save_base_graph(model: ir.Model, path: Path, weights: str) -> None:
-    """Write the exported graph to `path` and its weights to the file `weights` beside it."""
+    """Write the exported graph to `path` and its weights to the file `weights` beside it; `model` loses them.
+
+    onnxscript's rewrite rules are global and keep the last graph that they saw, so that its weights would stay.
+    """
     ir.save(model, path, external_data=weights)
+    for value in model.graph.initializers.values():
+        value.const_value = None
 
 
 def derive_graph(base: Path, path: Path, form: str) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from turbovit.engines.bundle import Source, TensorSpec
 from turbovit.engines.errors import CheckpointError
+from turbovit.engines.shapes import bind
 from turbovit.export.checkpoint import Checkpoint, image_processor_config
 
 T = TypeVar("T", bound="Tower")
@@ -31,6 +32,13 @@ class Sample:
 
     label: str
     inputs: dict[str, Tensor]
+
+    def within(self, specs: Iterable[TensorSpec], limits: Mapping[str, int]) -> bool:
+        """Whether every symbol of the inputs' shapes keeps to its limit."""
+        symbols: dict[str, int] = {}
+        for spec in specs:
+            bind(spec.shape, self.inputs[spec.name].shape, symbols)
+        return all(symbols[symbol] <= limit for symbol, limit in limits.items())
 
 
 class Tower(nn.Module, ABC):
@@ -93,6 +101,11 @@ class Tower(nn.Module, ABC):
         with torch.inference_mode():
             results = self(*(inputs[name] for name in self.input_names))
         return dict(zip(self.output_names, results if isinstance(results, tuple) else (results,), strict=True))
+
+    def release(self) -> None:
+        """Free the weights, also where an exported graph still holds the parameters. The tower is of no use then."""
+        for parameter in self.parameters():
+            parameter.data = torch.empty(0)
 
     @abstractmethod
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
     "lmdeploy.model:BaseChatTemplate.messages2prompt": ("messages",),
     "lmdeploy.tokenizer:Tokenizer.encode": ("s", "add_bos", "add_special_tokens"),
 }
+_LONGEST = 300  # LMDeploy's own messages can quote a whole data URL
 _ALPHA = "turbovit_alpha"  # travels to ImageMediaIO among LMDeploy's own media_io_kwargs
 
 
@@ -236,4 +237,5 @@ def _part_label(content: list[Any], number: int) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."

@@ -131,7 +131,7 @@ def _turn(index: int, message: Mapping[str, Any]) -> Turn:
         raise InputError(f"message {index}: its role is {role!r}, expected a name such as 'user'")
     extras = {key: value for key, value in message.items() if key not in ("role", "content")}
     if content is None or isinstance(content, str):
-        return Turn(role, (Text(content or ""),), plain=True, extras=extras)
+        return Turn(role, (_text(content or "", f"message {index} ({role})"),), plain=True, extras=extras)
     if not isinstance(content, list):
         raise InputError(
             f"message {index} ({role}): its content is a {type(content).__name__}, expected text or a list"
@@ -146,7 +146,7 @@ def _turn(index: int, message: Mapping[str, Any]) -> Turn:
 def _part(part: Any, role: str, message: str, number: int) -> Part:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
-        return Text(part["text"])
+        return _text(part["text"], message)
     if kind == "text" and _are_ids(part.get("text")):
         return TokenIds(part["text"])
     if isinstance(kind, str) and kind.startswith("image"):
@@ -159,6 +159,14 @@ def _part(part: Any, role: str, message: str, number: int) -> Part:
         raise InputError(f"{message}: a text part holds {type(part.get('text')).__name__}, expected text or token ids")
     shown = f"of type {kind!r}" if isinstance(part, Mapping) else f"a {type(part).__name__}"
     raise InputError(f"{message}: a part is {shown}, expected a text or an image")
+
+
+def _text(text: str, message: str) -> Text:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a pair, which JSON can hold and no tokenizer takes
+        raise InputError(f"{message}: its text holds {text[error.start]!r} at {error.start}, no character") from None
+    return Text(text)
 
 
 def _are_ids(value: Any) -> bool:

@@ -115,10 +115,10 @@ def test_every_changed_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
     path = tmp_path / MANIFEST
     original = path.read_bytes()
     for position, byte in enumerate(original):
-        for changed in (byte ^ 0x01, byte ^ 0x07):  # the second turns a line feed into a carriage return
-            path.write_bytes(original[:position] + bytes([changed]) + original[position + 1 :])
-            with pytest.raises(BundleError, match="turbovit build"):
-                read_manifest(tmp_path)
+        changed = b"\r" if byte == ord("\n") else bytes([byte ^ 0x01])
+        path.write_bytes(original[:position] + changed + original[position + 1 :])
+        with pytest.raises(BundleError, match="turbovit build"):
+            read_manifest(tmp_path)
     path.write_bytes(original)
     read_manifest(tmp_path)
 

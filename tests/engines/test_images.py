@@ -6,7 +6,8 @@ import struct
 import tracemalloc
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,13 @@ UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("error")  # a warning of Pillow's must never end a request
+
+
 @pytest.fixture(autouse=True)
-def _pillow_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _pillow_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a warning of Pillow's must never end a request
-        yield
 
 
 def file_bytes(image: Image.Image, file_format: str = "PNG", **options: Any) -> bytes:
@@ -117,8 +118,8 @@ def test_unreadable_exif_is_no_orientation(file_format: str, junk: bytes, tmp_pa
 
 def palette_image(transparency: int | bytes) -> bytes:
     image = Image.new("P", (2, 1))
-    image.putpalette([255, 0, 0, 0, 0, 255])
-    image.putpixel((1, 0), 1)
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    image.putpixel((1, 0), 2)
     return file_bytes(image, transparency=transparency)
 
 
@@ -127,7 +128,7 @@ TRANSPARENT = {
     "RGBA": (file_bytes(Image.fromarray(np.array([[[255, 0, 0, 0], [0, 0, 255, 255]]], np.uint8))), [255, 0, 0]),
     "LA": (file_bytes(Image.fromarray(np.array([[[76, 0], [9, 255]]], np.uint8), "LA")), [76] * 3),
     "P": (palette_image(0), [255, 0, 0]),
-    "P with one alpha an entry": (palette_image(bytes([0, 255])), [255, 0, 0]),
+    "P with one alpha an entry": (palette_image(bytes([0, 128, 255])), [255, 0, 0]),
     "RGB with tRNS": (
         file_bytes(Image.fromarray(np.array([[[255, 0, 0], [0, 0, 255]]], np.uint8)), transparency=(255, 0, 0)),
         [255, 0, 0],
@@ -171,7 +172,7 @@ def test_rare_modes_are_converted_or_refused(mode: str, alpha: Alpha) -> None:
 def test_sixteen_bit_grey_is_divided_by_257(mode: str, tmp_path: Path) -> None:
     values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     expected = np.rint(values / 257).astype(np.uint8)
-    array = values.astype({"I;16": "<u2", "I;16B": ">u2", "I": np.int32}[mode])
+    array = values.astype({"I;16": "<u2", "I;16B": ">u2", "I": "=i4"}[mode])
     image = Image.frombytes(mode, (256, 256), array.tobytes())
     np.testing.assert_array_equal(np.asarray(rgb_from_image(image)), np.stack([expected] * 3, -1))
     if mode != "I":
@@ -200,7 +201,7 @@ def test_a_cut_file_is_refused_or_whole(
     whole = np.asarray(rgb_from_bytes(data))
     for length in [*range(0, len(data), 23), *range(len(data) - 20, len(data))]:
         monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", truncated_allowed)
-        opened = outcome(lambda length=length: rgb_from_bytes(data[:length]))
+        opened = outcome(partial(rgb_from_bytes, data[:length]))
         # What stands behind the last pixel (two checksums and the end marker) may be missing.
         assert opened is None or (length >= len(data) - 20 and np.array_equal(np.asarray(opened), whole))
 

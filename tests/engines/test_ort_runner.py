@@ -14,7 +14,7 @@ from turbovit.engines.ort_runner import OnnxRuntimeRunner
 
 CUDA = torch.device("cuda", 1)
 UINT8, FLOAT32, BFLOAT16 = 2, 1, 16  # onnx.TensorProto.DataType
-SHAPES = {"features": (2, 256, 64)}
+SHAPES: dict[str, tuple[int, ...]] = {"features": (2, 256, 64)}
 
 
 @dataclass
@@ -131,7 +131,7 @@ def test_a_silent_fall_back_to_the_cpu_is_an_error(
     sessions: dict[str, Any], engine: Engine, tiny_gemma3_bundle: Bundle
 ) -> None:
     sessions["session"].providers = ("CPUExecutionProvider",)
-    with pytest.raises(RuntimeUnavailableError, match="fell back to CPUExecutionProvider.*did not start"):
+    with pytest.raises(RuntimeUnavailableError, match=r"fell back to CPUExecutionProvider.*did not start"):
         OnnxRuntimeRunner.open(tiny_gemma3_bundle, engine, CUDA)
 
 

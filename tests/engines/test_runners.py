@@ -30,7 +30,7 @@ def open_runner(bundle: Bundle, name: str, device: str) -> Runner:
     return load(RUNNERS[name]).open(bundle, engine, torch.device(device))
 
 
-@pytest.fixture(scope="module", params=AVAILABLE, ids="-".join)
+@pytest.fixture(scope="module", params=AVAILABLE, ids=["-".join(pair) for pair in AVAILABLE])
 def runner(request: pytest.FixtureRequest, tiny_gemma3_bundle: Bundle) -> Iterator[Runner]:
     with open_runner(tiny_gemma3_bundle, *request.param) as opened:
         yield opened
@@ -106,7 +106,7 @@ def test_later_runs_leave_earlier_outputs_alone(runner: Runner) -> None:
 def test_the_caller_owns_the_outputs(runner: Runner) -> None:
     first = features(runner, pixels(0))
     before = first.clone()
-    with torch.inference_mode():
+    with torch.inference_mode():  # torch's own outputs are inference tensors
         first.zero_()
     assert torch.equal(features(runner, pixels(0)), before)
 
@@ -117,8 +117,6 @@ def test_inputs_are_left_alone_and_need_not_be_contiguous(runner: Runner) -> Non
     strided = rows.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last in memory
     assert not strided.is_contiguous()
     assert torch.equal(features(runner, strided), expected)
-    flipped = rows.flip(0)[[1, 0]]
-    assert torch.equal(features(runner, flipped), expected)
     assert torch.equal(rows, pixels(0, 1))
 
 
@@ -131,9 +129,9 @@ def test_a_batch_gives_what_its_rows_give_alone(runner: Runner) -> None:
 def test_eight_threads_get_their_own_images_features(runner: Runner) -> None:
     expected = [features(runner, pixels(seed)) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(lambda seed: features(runner, pixels(seed)), list(range(8)) * 2))
-    for seed, result in enumerate(got):
-        assert relative_l2(result, expected[seed % 8]) <= FP32_RELATIVE_L2
+        got = list(pool.map(lambda seed: features(runner, pixels(seed)), range(8)))
+    for result, own in zip(got, expected, strict=True):
+        assert relative_l2(result, own) <= FP32_RELATIVE_L2
 
 
 def test_the_runners_agree(tiny_gemma3_bundle: Bundle) -> None:
@@ -145,15 +143,17 @@ def test_the_runners_agree(tiny_gemma3_bundle: Bundle) -> None:
     assert all(relative_l2(result, results[0]) <= FP32_RELATIVE_L2 for result in results)
 
 
-@pytest.mark.parametrize(("name", "device"), AVAILABLE, ids="-".join)
+@pytest.mark.parametrize(("name", "device"), AVAILABLE, ids=["-".join(pair) for pair in AVAILABLE])
 def test_a_runner_is_closed_at_the_end_of_its_block(
     name: str, device: str, tiny_gemma3_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = open_runner(tiny_gemma3_bundle, name, device)
     closed = []
     monkeypatch.setattr(opened, "close", lambda: closed.append(True))
-    with pytest.raises(EngineInputError), opened as inside:
+    with opened as inside:
         assert inside is opened
         assert not closed
-        inside.run({})
     assert closed == [True]
+    with pytest.raises(EngineInputError), opened:
+        opened.run({})
+    assert closed == [True, True]

@@ -83,10 +83,10 @@ def test_a_digest_over_several_files_depends_on_each(tmp_path: Path) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
     for path in files:
         write(path, b"x")
-    calls: list[int] = []
+    computed = iter(["01", "02"])
 
     def digest() -> str:
-        return cached_digest("key", files, lambda: calls.append(1) or f"{len(calls):02x}")
+        return cached_digest("key", files, lambda: next(computed))
 
     assert [digest(), digest()] == ["01", "01"]
     write(files[1], b"y", MTIME_NS + 1)
@@ -120,28 +120,17 @@ def test_a_home_that_cannot_be_made_is_only_logged(
     assert str(file / "home") in caplog.text
 
 
-# Whatever stands in the index, JSON or not.
+NO_ENTRIES: list[Any] = [None, 1, "x", [], {}, {"files": []}, {"digest": "00"}]
+NO_FILES: list[Any] = [None, 1, "x", {}, [1], ["x"], [[]], [[1, 2, 3]], [["x", "y", "z"]], [["\0", 1, 1]]]
+NO_DIGESTS: list[Any] = [None, 1, "no hex", ["00"], {}]
+# Whatever may stand in the index, JSON or not. KEY is the file's, FILES are what the index would say of it.
 DAMAGED = [
     *(b"", b"{", b"\xff\xfe", b"null", b"3", b'"x"', b"[]", b'[{"files": []}]', b"[" * 100_000),
-    *(json.dumps({"KEY": entry}).encode() for entry in (None, 1, "x", [], {}, {"files": []}, {"digest": "00"})),
-    *(
-        json.dumps({"KEY": {"files": files, "digest": "00"}, "other": {"files": files, "digest": "00"}}).encode()
-        for files in (
-            None,
-            1,
-            "x",
-            {},
-            [1],
-            ["x"],
-            [[]],
-            [[1, 2, 3]],
-            [["x", "y", "z"]],
-            [["\0", 1, 1]],
-            [["x" * 5000, 1, 1]],
-        )
-    ),
-    *(json.dumps({"KEY": {"files": "FILES", "digest": d}}).encode() for d in (None, 1, "no hex", ["00"], {})),
+    *(json.dumps({"KEY": entry}).encode() for entry in NO_ENTRIES),
+    *(json.dumps({"KEY": {"files": f, "digest": "00"}, "b": {"files": f, "digest": "00"}}).encode() for f in NO_FILES),
+    *(json.dumps({"KEY": {"files": "FILES", "digest": digest}}).encode() for digest in NO_DIGESTS),
     b'{"KEY": {"files": [["x", Infinity, NaN]], "digest": "00"}}',
+    b'{"KEY": {"files": [["' + b"x" * 5000 + b'", 1, 1]], "digest": "00"}}',
 ]
 
 

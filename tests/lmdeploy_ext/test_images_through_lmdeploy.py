@@ -1,0 +1,176 @@
+"""Images by every entry of LMDeploy: the same request however they arrive, or a refusal that names them."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import ExifTags, Image, ImageFile, ImageOps
+from turbomind_requests import assistant, data_url, file_bytes, image, image_url, noise, same, text, user
+
+from turbovit.benchmarks.lmdeploy_side import LMDeploySide
+from turbovit.engines.errors import InputError
+from turbovit.engines.images import MAX_PIXELS_VARIABLE
+
+SEMITRANSPARENT = noise(40, 30, 0, channels=4)
+ROTATED = Image.Exif()
+ROTATED[ExifTags.Base.Orientation] = 6
+
+ENTRIES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "PIL image": lambda path: image(Image.open(path)),
+    "PIL image as image": lambda path: {"type": "image", "image": Image.open(path)},
+    "path as image data": lambda path: image(str(path)),
+    "path": lambda path: image_url(str(path)),
+    "path, not in a dict": lambda path: {"type": "image", "image": str(path)},
+    "file URL": lambda path: image_url(path.as_uri()),
+    "data URL": lambda path: image_url(data_url(path.read_bytes())),
+}
+FILES: dict[str, tuple[str, bytes, Image.Image]] = {
+    "RGB": ("a.png", file_bytes(noise(40, 30, 1)), noise(40, 30, 1)),
+    "grey": ("a.png", file_bytes(noise(40, 30, 2, channels=1)), noise(40, 30, 2, channels=1).convert("RGB")),
+    "RGBA": (
+        "a.png",
+        file_bytes(SEMITRANSPARENT),
+        Image.alpha_composite(Image.new("RGBA", (40, 30), "white"), SEMITRANSPARENT).convert("RGB"),
+    ),
+    "invisible": ("a.png", file_bytes(Image.new("RGBA", (9, 9), (255, 0, 0, 0))), Image.new("RGB", (9, 9), "white")),
+    "EXIF": (
+        "a.png",
+        file_bytes(noise(40, 30, 3), exif=ROTATED),
+        noise(40, 30, 3).transpose(Image.Transpose.ROTATE_270),
+    ),
+    "a name with a space": ("a b.png", file_bytes(noise(40, 30, 4)), noise(40, 30, 4)),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("file", FILES)
+def test_an_image_gives_the_same_request_by_every_entry(
+    file: str, entry: str, side: LMDeploySide, tmp_path: Path
+) -> None:
+    name, data, meant = FILES[file]
+    path = tmp_path / name
+    path.write_bytes(data)
+    assert same(side.request([user(ENTRIES[entry](path))]), side.request([user(image(meant))]))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_orientation_is_applied_exactly_once(orientation: int, side: LMDeploySide) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    data = file_bytes(noise(640, 480, 5), "JPEG", exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+    assert same(side.request([user(image_url(data_url(data, "jpeg")))]), side.request([user(image(upright))]))
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A PNG file whose header says so, with hardly a pixel behind it."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 10))
+
+
+JPEG = file_bytes(noise(200, 200, 6), "JPEG")
+BAD: dict[str, tuple[str, str]] = {
+    "a JPEG cut in half": (data_url(JPEG[: len(JPEG) // 2], "jpeg"), "the image is damaged or cut short"),
+    "no bytes": ("data:image/png;base64,", "Invalid data URL"),
+    "junk": (data_url(b"this is a text file"), "the image is in no known format"),
+    "no base64": ("data:image/png;base64,abc", "padding"),
+    "base64 of nothing": ("data:image/png;base64,@@@@", r"the image is empty \(0 bytes\)"),
+    "another encoding": ("data:image/png;utf8,abc", "Only base64 data URLs are supported"),
+    "12000x12000": (data_url(png_of_size(12000, 12000)), "12000x12000 = 144000000 pixels, at most"),
+    "100000x100000": (data_url(png_of_size(100_000, 100_000)), "pixels"),
+    "a missing file": ("file:///nowhere/a.png", "No such file"),
+    "a missing path": ("/nowhere/a.png", "must be either a HTTP, data or file URL"),
+    "a folder": ("/", "Is a directory"),
+    "an address of this machine": ("http://127.0.0.1:9/a.png", "Blocked non-global IP"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_is_refused_by_name_and_the_next_one_works(name: str, side: LMDeploySide) -> None:
+    url, reason = BAD[name]
+    good = [user(image(noise(20, 20, 7)))]
+    expected = side.request(good)
+    messages = [*good, assistant("and?"), user(text("x"), image(noise(9, 9, 8)), image_url(url))]
+    with pytest.raises(InputError, match=rf"^message 2 \(user\), image 2: .*{reason}") as refusal:
+        side.request(messages)
+    assert isinstance(refusal.value, ValueError)
+    assert same(side.request(good), expected)
+
+
+def test_a_refusal_stays_short_whatever_was_sent(side: LMDeploySide) -> None:
+    with pytest.raises(InputError) as refusal:
+        side.request([user(image_url("data:image/png;base64" + "A" * 100_000))])
+    assert len(str(refusal.value)) < 400
+
+
+def test_the_limit_on_pixels_holds_for_each_request(side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [user(image_url(data_url(file_bytes(noise(20, 10, 9)))))]
+    side.request(messages)
+    monkeypatch.setenv(MAX_PIXELS_VARIABLE, "199")
+    with pytest.raises(InputError, match=r"image 1: the image has 20x10 = 200 pixels, at most 199"):
+        side.request(messages)
+
+
+@pytest.mark.parametrize("options", [None, {"image": {}}, {"image": {"image_mode": "L"}}, {"video": {"num_frames": 4}}])
+def test_the_rule_for_alpha_does_not_depend_on_a_requests_options(
+    options: dict[str, Any] | None, side: LMDeploySide
+) -> None:
+    _, data, meant = FILES["RGBA"]
+    request = side.request([user(image_url(data_url(data)))], media_io_kwargs=options)
+    assert same(request, side.request([user(image(meant))]))
+
+
+def test_options_that_are_none_are_refused(side: LMDeploySide) -> None:
+    with pytest.raises(InputError, match="media_io_kwargs has int for 'image', expected a dict"):
+        side.request([user(image_url(data_url(file_bytes(noise(9, 9, 0)))))], media_io_kwargs={"image": 5})
+
+
+class AnotherEncoder:
+    """Stands in for the image encoder of a model that is not compiled; keeps the messages it was given."""
+
+    _uses_new_preprocess = False
+    model = SimpleNamespace()
+
+    async def preprocess(self, messages: list[dict], **kwargs: Any) -> list[dict]:
+        return messages
+
+    async def wrap_for_pytorch(self, messages: list[dict], **kwargs: Any) -> dict[str, Any]:
+        return {"messages": messages}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_other_models_get_the_image_that_lmdeploy_gives_them(
+    file: str, side: LMDeploySide, tmp_path: Path
+) -> None:
+    from lmdeploy.serve.processors import MultimodalProcessor
+
+    name, data, _ = FILES[file]
+    path = tmp_path / name
+    path.write_bytes(data)
+    processor = MultimodalProcessor(side.tokenizer, side.chat_template, AnotherEncoder(), backend="pytorch")
+    for part in (image_url(str(path)), image_url(data_url(data))):
+        answer = asyncio.run(processor.get_prompt_input([user(text("x"), part)], do_preprocess=True))
+        loaded = answer["messages"][0]["content"][1]["data"]
+        assert loaded.mode == "RGB"
+        assert loaded.tobytes() == Image.open(path).convert("RGB").tobytes()
+    with pytest.raises(ValueError, match=r"message 0 \(user\), image 1: "):
+        asyncio.run(processor.get_prompt_input([user(image_url(data_url(b"junk")))], do_preprocess=True))
+
+
+def test_cut_files_are_not_filled_with_grey(side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDeploy allows it for the whole process when it is imported; the first image of ours takes that back."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with pytest.raises(InputError, match="cut short"):
+        side.request([user(image_url(BAD["a JPEG cut in half"][0]))])
