@@ -7,6 +7,7 @@ checkpoint.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,8 @@ def write_reference(tower: Tower, samples: list[Sample], path: Path, progress: C
         outputs = reference_outputs(tower, sample, memory)
         for kind, values in (("input", sample.inputs), ("output", outputs)):
             tensors |= {f"{number}.{kind}.{name}": value.clone() for name, value in values.items()}
-    save_file(tensors, path, metadata={str(number): sample.label for number, sample in enumerate(samples)})
+    # One entry: safetensors writes several in another order each time.
+    save_file(tensors, path, metadata={"labels": json.dumps([sample.label for sample in samples])})
     path.chmod(0o644)  # safetensors writes 0600, and bundles are shared
 
 
@@ -74,11 +76,11 @@ def read_reference(bundle: Bundle) -> list[tuple[Sample, dict[str, Tensor]]]:
 
     pairs = []
     with safe_open(bundle.file(bundle.manifest.reference), framework="pt") as file:
-        for number, label in sorted(file.metadata().items(), key=lambda item: int(item[0])):
+        for number, label in enumerate(json.loads(file.metadata()["labels"])):
             parts: dict[str, dict[str, Tensor]] = {"input": {}, "output": {}}
             for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
                 owner, kind, name = key.split(".", 2)
-                if owner == number:
+                if int(owner) == number:
                     parts[kind][name] = file.get_tensor(key)
             pairs.append((Sample(label, parts["input"]), parts["output"]))
     return pairs

@@ -81,6 +81,7 @@ def test_a_second_build_is_a_no_op_that_says_so(tiny_gemma3: Path, copied: Bundl
 
 def test_two_builds_give_the_same_bundle(tiny_gemma3: Path, tiny_gemma3_bundle: Bundle, tmp_path: Path) -> None:
     again = build(tiny_gemma3, tmp_path / "again").bundle
+    assert again.manifest.files == tiny_gemma3_bundle.manifest.files
     assert again.manifest == tiny_gemma3_bundle.manifest
     assert text_from_manifest(again.manifest) == tiny_gemma3_bundle.file(MANIFEST).read_text()
 
