@@ -62,11 +62,12 @@ def load_vision_model(model_path: str | Path, bundle: str | Path | None = None, 
     install()
     from lmdeploy.archs import get_model_arch
 
+    from turbovit.export.checkpoint import open_checkpoint
     from turbovit.lmdeploy_ext import adapter
 
-    architecture, config = get_model_arch(str(model_path))
-    model_class = adapter.vision_model_class(family_from_architecture(architecture))
-    model = model_class(model_path=str(model_path), hf_config=config, backend="turbomind")
+    family = family_from_architecture(open_checkpoint(model_path).architecture)
+    _, config = get_model_arch(str(model_path))
+    model = adapter.vision_model_class(family)(model_path=str(model_path), hf_config=config, backend="turbomind")
     model.bundle, model.device = bundle, device
     model.build_preprocessor()
     model.build_model()

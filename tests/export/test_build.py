@@ -178,7 +178,7 @@ def test_a_file_or_a_place_below_one_is_refused(tiny_gemma3: Path, tmp_path: Pat
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["bundle", "new/folder/bundle", "bundle[1]", "b*"])
+@pytest.mark.parametrize("name", ["new/folder/bundle", "bundle[1]", "b*"])
 def test_any_name_will_do_for_the_output(tiny_gemma3: Path, tmp_path: Path, quick_export: Exported, name: str) -> None:
     folder = tmp_path / name
     leftover, other = (folder.parent / f".{own}.part-01234567" for own in (folder.name, "bxx"))
@@ -269,54 +269,63 @@ def test_ctrl_c_just_after_the_new_manifest_keeps_its_files(
     assert_whole(Bundle(copied.path, read_manifest(copied.path)))
 
 
-def in_child(jobs: list[dict[str, Any]]) -> list[int]:
-    """Exit status of each build: 10 + its new engines, or minus the signal that ended it."""
-    command = [sys.executable, str(CHILD), json.dumps(jobs)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def ended(
+    tiny_gemma3: Path,
+    tiny_gemma3_bundle: Bundle,
+    every_precision: Bundle,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, list[tuple[Path, int]]]:
+    """Builds in processes of their own: output, and exit status - 10 + new engines, or minus the deadly signal."""
+    folder = tmp_path_factory.mktemp("processes")
+    jobs: dict[str, list[dict[str, str]]] = {
+        "killed": [{"output": f"killed-{number}/bundle", "die_at": step} for number, step in enumerate(STEPS)],
+        "killed adding": [
+            {"output": f"adding-{number}/bundle", "die_at": step, "precision": "fp16"}
+            for number, step in enumerate(EXTENSION_STEPS)
+        ],
+        "at once": [{"output": "at-once/bundle"}] * 2,
+    }
+    for job in jobs["killed adding"]:
+        shutil.copytree(tiny_gemma3_bundle.path, folder / job["output"])
+    common = {"model": str(tiny_gemma3), "graphs": str(every_precision.path)}
+    arguments = [common | job | {"output": str(folder / job["output"])} for group in jobs.values() for job in group]
+    command = [sys.executable, str(CHILD), json.dumps(arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    statuses = iter(json.loads(done.stdout.splitlines()[-1]))
+    return {name: [(folder / job["output"], next(statuses)) for job in group] for name, group in jobs.items()}
 
 
-def test_a_killed_build_leaves_nothing_that_opens(
-    tiny_gemma3: Path, every_precision: Bundle, tmp_path: Path, quick_export: Exported
-) -> None:
-    outputs = [tmp_path / str(number) / "bundle" for number in range(len(STEPS))]
-    ends = in_child(
-        [
-            {"model": str(tiny_gemma3), "output": str(output), "graphs": str(every_precision.path), "die_at": step}
-            for output, step in zip(outputs, STEPS, strict=True)
-        ]
-    )
-    assert ends == [-signal.SIGKILL] * len(STEPS)
-    for output in outputs:
-        with pytest.raises(BundleError, match="is not a turbovit bundle"):
-            open_bundle(output)
+Ended = dict[str, list[tuple[Path, int]]]
+
+
+def test_a_killed_build_leaves_nothing_that_opens(tiny_gemma3: Path, ended: Ended, quick_export: Exported) -> None:
+    for output, status in ended["killed"]:
+        assert status == -signal.SIGKILL
         (leftover,) = beside(output)
-        with pytest.raises(BundleError, match="is not a turbovit bundle"):
-            open_bundle(output.parent / leftover)
-    for output in outputs[::2]:
+        for folder in (output, output.parent / leftover):
+            with pytest.raises(BundleError, match="is not a turbovit bundle"):
+                open_bundle(folder)
+    for output, _ in (ended["killed"][0], ended["killed"][-1]):
         assert_whole(build(tiny_gemma3, output).bundle)
         assert beside(output) == {"bundle"}
 
 
 def test_a_kill_while_adding_leaves_the_old_bundle(
-    tiny_gemma3: Path, copied: Bundle, every_precision: Bundle, tmp_path: Path, quick_export: Exported
+    tiny_gemma3: Path, ended: Ended, tiny_gemma3_bundle: Bundle, every_precision: Bundle, quick_export: Exported
 ) -> None:
-    outputs = [tmp_path / str(number) / "bundle" for number in range(len(EXTENSION_STEPS))]
-    for output in outputs:
-        shutil.copytree(copied.path, output)
-    ends = in_child(
-        [
-            {"model": str(tiny_gemma3), "output": str(output), "graphs": str(every_precision.path), "die_at": step}
-            | {"precision": "fp16"}
-            for output, step in zip(outputs, EXTENSION_STEPS, strict=True)
-        ]
-    )
-    assert ends == [-signal.SIGKILL] * len(outputs)
-    for output in outputs:
-        assert open_bundle(output, use_hash_cache=False).manifest == copied.manifest
-    added = build(tiny_gemma3, outputs[-1], precision="fp16").bundle
+    for output, status in ended["killed adding"]:
+        assert status == -signal.SIGKILL
+        assert open_bundle(output, use_hash_cache=False).manifest == tiny_gemma3_bundle.manifest
+    added = build(tiny_gemma3, ended["killed adding"][-1][0], precision="fp16").bundle
     assert added.manifest.engine("onnxruntime", "fp16") == every_precision.manifest.engine("onnxruntime", "fp16")
     assert_whole(added)
+
+
+def test_two_builders_at_once_give_one_bundle(ended: Ended) -> None:
+    (output, first), (_, second) = ended["at once"]
+    assert {first, second} == {10, 11}  # one built it, the other found it
+    assert_whole(Bundle(output, read_manifest(output)))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -329,14 +338,6 @@ def test_files_cut_short_by_a_kill_are_made_anew(
     added = build(tiny_gemma3, copied.path, precision=precision).bundle
     assert added.manifest.engine("onnxruntime", precision) == every_precision.manifest.engine("onnxruntime", precision)
     assert_whole(added)
-
-
-def test_two_builders_at_once_give_one_bundle(tiny_gemma3: Path, every_precision: Bundle, tmp_path: Path) -> None:
-    output = tmp_path / "bundle"
-    job = {"model": str(tiny_gemma3), "output": str(output), "graphs": str(every_precision.path)}
-    ends = in_child([job, job])
-    assert sorted(ends) == [10, 11]  # one built it, the other found it
-    assert_whole(Bundle(output, read_manifest(output)))
 
 
 def assert_one_line(error: TurbovitError, *parts: str) -> None:

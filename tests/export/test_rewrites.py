@@ -17,7 +17,7 @@ from turbovit.engines.errors import BuildError
 from turbovit.export.rewrites import FORMS, attention_count, rewrite_attention
 
 REWRITTEN = [form for form, rule in FORMS.items() if rule is not None]
-LAYERS, HEADS, SIZE = 3, 3, 8
+LAYERS, HEADS, SIZE = 2, 3, 8
 HIDDEN = HEADS * SIZE
 
 PLAIN = "Attention (q_heads, k_heads, v_heads)"

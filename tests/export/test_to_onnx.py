@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,21 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from turbovit.engines.bundle import TensorSpec
+from turbovit.engines.bundle import Bundle, TensorSpec
 from turbovit.engines.errors import BuildError
-from turbovit.engines.runner import DTYPES
-from turbovit.export.checkpoint import image_processor_config, open_checkpoint
-from turbovit.export.gemma3 import Gemma3Tower
 from turbovit.export.layers import Attention, LayerNorm
 from turbovit.export.plan import PRECISIONS
 from turbovit.export.rewrites import FORMS
 from turbovit.export.to_onnx import OPSET, derive_graph, onnx_from_tower, save_base_graph
-from turbovit.export.tower import Sample, Tower, load_tower
+from turbovit.export.tower import Sample, Tower
 
 LAYERS = 2  # of the tiny sample
 HALF = ["fp16", "bf16"]
 ELEMENTS = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
-IMAGE = ("images", 3, 896, 896)
 
 
 class FakeTower(Tower):
@@ -120,23 +117,14 @@ def exported(tower: Tower) -> ir.Model:
 
 
 @pytest.fixture(scope="module")
-def graphs(tiny_gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def graphs(every_precision: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny tower in every precision and form."""
-    folder = tmp_path_factory.mktemp("graphs")
-    checkpoint = open_checkpoint(tiny_gemma3)
-    spec = Gemma3Tower.spec_from_config(checkpoint.config, image_processor_config(tiny_gemma3))
-    for precision, dtype in PRECISIONS.items():
-        tower = load_tower(Gemma3Tower, spec, checkpoint, DTYPES[dtype])
-        base = folder / f"{precision}.attention.onnx"
-        save_base_graph(exported_in(tower, dtype), base, f"{precision}.bin")
-        for form in FORMS:
-            if form != "attention":
-                assert derive_graph(base, folder / f"{precision}.{form}.onnx", form) == LAYERS
+    folder = tmp_path_factory.mktemp("graphs") / "bundle"
+    shutil.copytree(every_precision.path, folder)
+    for precision in PRECISIONS:
+        base, derived = (folder / f"model.{precision}.{form}.onnx" for form in ("attention", "matmul"))
+        assert derive_graph(base, derived, "matmul") == LAYERS
     return folder
-
-
-def exported_in(tower: Tower, dtype: str) -> ir.Model:
-    return onnx_from_tower(tower, tower.samples(0)[0], tower.outputs(dtype))
 
 
 def operators(model: ir.Model) -> Counter[str]:
@@ -152,7 +140,7 @@ def nodes(model: ir.Model, *kinds: str) -> list[ir.Node]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("form", FORMS)
 def test_inputs_and_outputs_are_named_and_symbolic(graphs: Path, precision: str, form: str) -> None:
-    graph = ir.load(graphs / f"{precision}.{form}.onnx").graph
+    graph = ir.load(graphs / f"model.{precision}.{form}.onnx").graph
     (pixels,), (features,) = graph.inputs, graph.outputs
     assert (pixels.name, pixels.dtype, str(pixels.shape)) == ("pixels", ir.DataType.UINT8, "[images,3,896,896]")
     assert (features.name, features.dtype) == ("features", ELEMENTS[precision])
@@ -162,7 +150,7 @@ def test_inputs_and_outputs_are_named_and_symbolic(graphs: Path, precision: str,
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_graph_passes_the_checker(graphs: Path, precision: str, form: str) -> None:
-    onnx.checker.check_model(str(graphs / f"{precision}.{form}.onnx"), full_check=True)
+    onnx.checker.check_model(str(graphs / f"model.{precision}.{form}.onnx"), full_check=True)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -177,7 +165,7 @@ def test_the_graph_passes_the_checker(graphs: Path, precision: str, form: str) -
 def test_a_node_stands_for_each_layer_of_the_tower(
     graphs: Path, precision: str, form: str, attention: dict[str, int]
 ) -> None:
-    model = ir.load(graphs / f"{precision}.{form}.onnx")
+    model = ir.load(graphs / f"model.{precision}.{form}.onnx")
     found = operators(model)
     norms = {"LayerNormalization": 2 * LAYERS + 1, "RMSNormalization": 1, "Gelu": LAYERS}
     assert {kind: found[kind] for kind in norms | attention} == norms | attention
@@ -187,7 +175,7 @@ def test_a_node_stands_for_each_layer_of_the_tower(
 
 
 def test_the_gelu_is_the_tanh_one(graphs: Path) -> None:
-    gelus = nodes(ir.load(graphs / "fp32.attention.onnx"), "Gelu")
+    gelus = nodes(ir.load(graphs / "model.fp32.attention.onnx"), "Gelu")
     assert [node.attributes["approximate"].value for node in gelus] == ["tanh"] * LAYERS
 
 
@@ -196,7 +184,7 @@ def test_the_gelu_is_the_tanh_one(graphs: Path) -> None:
 def test_norms_softmax_and_pixel_arithmetic_are_float32_in_half_precision(
     graphs: Path, precision: str, form: str
 ) -> None:
-    model = ir.from_proto(onnx.shape_inference.infer_shapes(onnx.load(graphs / f"{precision}.{form}.onnx")))
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(onnx.load(graphs / f"model.{precision}.{form}.onnx")))
     for node in nodes(model, "LayerNormalization", "RMSNormalization", "Softmax", "Sub", "Div"):
         values = [*node.inputs, *node.outputs]
         assert [value.dtype for value in values if value is not None] == [ir.DataType.FLOAT] * len(values), node.name
@@ -206,7 +194,7 @@ def test_norms_softmax_and_pixel_arithmetic_are_float32_in_half_precision(
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_tensorrt_can_parse_the_graph(graphs: Path, precision: str) -> None:
     # Its parser refuses softmax_precision, and any operator but Cast on uint8.
-    model = ir.load(graphs / f"{precision}.attention.onnx")
+    model = ir.load(graphs / f"model.{precision}.attention.onnx")
     assert all("softmax_precision" not in node.attributes for node in nodes(model, "Attention"))
     assert [node.op_type for node in model.graph.inputs[0].consumers()] == ["Cast"]
     assert sum(value.dtype == ir.DataType.UINT8 for node in model.graph for value in node.outputs) == 0
@@ -214,13 +202,13 @@ def test_tensorrt_can_parse_the_graph(graphs: Path, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_forms_of_a_precision_share_one_weight_file(graphs: Path, precision: str) -> None:
-    assert sorted(path.name for path in graphs.glob("*.bin")) == sorted(f"{each}.bin" for each in PRECISIONS)
-    size = (graphs / f"{precision}.bin").stat().st_size
+    assert {path.name for path in graphs.glob("*.bin")} == {f"weights.{each}.bin" for each in PRECISIONS}
+    size = (graphs / f"weights.{precision}.bin").stat().st_size
     for form in FORMS:
-        path = graphs / f"{precision}.{form}.onnx"
+        path = graphs / f"model.{precision}.{form}.onnx"
         weights = [value.const_value for value in ir.load(path).graph.initializers.values()]
         outside = [weight for weight in weights if isinstance(weight, ir.ExternalTensor)]
-        assert {weight.location for weight in outside} == {f"{precision}.bin"}
+        assert {weight.location for weight in outside} == {f"weights.{precision}.bin"}
         assert 0.95 * size < sum(weight.nbytes for weight in outside) <= size
         assert sum(weight.nbytes for weight in weights if weight not in outside) < 10_000
         assert path.stat().st_size < 150_000  # 2 layers of nodes
@@ -228,10 +216,10 @@ def test_the_forms_of_a_precision_share_one_weight_file(graphs: Path, precision:
 
 def test_another_form_is_derived_without_the_weights(graphs: Path, tmp_path: Path) -> None:
     base = tmp_path / "base.onnx"
-    base.write_bytes((graphs / "fp32.attention.onnx").read_bytes())
+    base.write_bytes((graphs / "model.fp32.attention.onnx").read_bytes())
     assert derive_graph(base, tmp_path / "derived.onnx", "matmul") == LAYERS
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base.onnx", "derived.onnx"]
-    assert (tmp_path / "derived.onnx").read_bytes() == (graphs / "fp32.matmul.onnx").read_bytes()
+    assert (tmp_path / "derived.onnx").read_bytes() == (graphs / "model.fp32.matmul.onnx").read_bytes()
 
 
 @pytest.fixture(scope="module")

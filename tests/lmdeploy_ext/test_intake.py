@@ -17,7 +17,7 @@ SKIP_REASON = skip_reason()
 pytestmark = pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
 
 CHATS = [
-    [user(image(noise(300, 200, 0)), text("what is it?"))],
+    [user(image(noise(640, 480, 0)), text("what is it?"))],
     [user(text("this"), image(noise(900, 300, 1)), text("and that"), image(noise(300, 300, 2)))],
     [user(text("no image"))],
 ]
