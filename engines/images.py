@@ -8,6 +8,7 @@ so that 65535 becomes 255; PIL itself would clip everything above 255 to white.
 from __future__ import annotations
 
 import os
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,8 @@ MAX_PIXELS_VARIABLE = "TURBOVIT_MAX_IMAGE_PIXELS"
 # Pillow's own threshold for a suspected decompression bomb: a quarter of a gigabyte of RGB.
 DEFAULT_MAX_PIXELS = 89_478_485
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+# Raster formats alone: Pillow would also hand PostScript to Ghostscript, and fetch what some stub formats refer to.
+_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 _SMALLER = f"send a smaller one, or set {MAX_PIXELS_VARIABLE}"
 # What makes an image of an EXIF orientation upright; 1 is.
 _TRANSPOSE: dict[object, Image.Transpose] = {
@@ -78,14 +81,23 @@ def rgb_from_bytes(data: bytes, alpha: Alpha = "white") -> Image.Image:
         raise InputError("the image is empty (0 bytes)")
     _set_up_pillow()
     try:
-        image = Image.open(BytesIO(data))
+        image = Image.open(BytesIO(data), formats=_supported_formats())
     except UnidentifiedImageError:
-        raise InputError(f"the image is in no known format (its {len(data)} bytes begin with {data[:8]!r})") from None
+        raise InputError(
+            f"the image is in no known format (its {len(data)} bytes begin with {data[:8]!r}); "
+            f"known are {', '.join(_supported_formats())}"
+        ) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InputError(f"{error} The image may have at most {max_pixels()} pixels: {_SMALLER}") from None
     except Exception as error:  # a damaged header raises whatever the format's plugin happens to raise
         raise InputError(f"the image cannot be opened: {error}") from None
     return rgb_from_image(image, alpha)
+
+
+@cache
+def _supported_formats() -> list[str]:
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]  # AVIF and WebP are missing from some Pillow builds
 
 
 def _set_up_pillow() -> None:

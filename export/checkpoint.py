@@ -137,17 +137,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def image_processor_config(folder: Path) -> dict[str, Any]:
-    """The image processor's settings: preprocessor_config.json, or its place inside a newer processor_config.json.
+    """The image processor's settings: nested in a newer processor_config.json, else preprocessor_config.json.
+
+    Where a checkpoint has both, transformers takes the nested ones too.
 
     Raises:
         CheckpointError: the checkpoint has neither.
     """
-    if (folder / "preprocessor_config.json").is_file():
-        return read_json(folder / "preprocessor_config.json")
     if (folder / "processor_config.json").is_file():
         nested = read_json(folder / "processor_config.json").get("image_processor")
         if isinstance(nested, dict):
             return nested
+    if (folder / "preprocessor_config.json").is_file():
+        return read_json(folder / "preprocessor_config.json")
     raise CheckpointError(f"{folder} has no preprocessor_config.json: download the processor files of the model too")
 
 

@@ -45,7 +45,7 @@ where white who will window work would write year yellow yes you
 _WORDS = _WORD_LIST.split()
 
 
-def write_sample(family: str, folder: Path, size: Size = "tiny", seed: int = 0) -> None:
+def write_sample(family: str, folder: Path, size: str = "tiny", seed: int = 0) -> None:
     """Write a synthetic Hugging Face checkpoint. `folder` appears whole or not at all.
 
     Args:
@@ -101,6 +101,7 @@ def save_tensors(
     for file, names in files.items():
         # A metadata entry without which transformers refuses the file.
         save_file({name: make(name, shapes[name]) for name in names}, folder / file, {"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors writes 0600
     if sharded:
         size = sum(map(prod, shapes.values())) * _FLOAT32_BYTES
         weight_map = {name: file for file, names in files.items() for name in names}

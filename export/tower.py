@@ -98,7 +98,7 @@ class Tower(nn.Module, ABC):
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tower's outputs by name, for its inputs by name; no gradients."""
-        with torch.inference_mode():
+        with torch.no_grad():  # outputs of inference_mode could not be changed in place by who gets them
             results = self(*(inputs[name] for name in self.input_names))
         return dict(zip(self.output_names, results if isinstance(results, tuple) else (results,), strict=True))
 

@@ -69,7 +69,7 @@ def sample(
     from turbovit.export.samples import write_sample
 
     with err.status(f"writing a {size} {family} checkpoint"):
-        write_sample(family, directory, size, seed)  # type: ignore[arg-type]  (it checks the size)
+        write_sample(family, directory, size, seed)
     out.print(f"{family} ({size}) written to {escape(str(directory))}", soft_wrap=True)
 
 
