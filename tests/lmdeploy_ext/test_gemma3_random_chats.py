@@ -62,24 +62,27 @@ def with_images_at_markers(message: Message) -> Message:
     return {**message, "content": parts}
 
 
-@pytest.fixture(scope="module")
-def cheap_side(side: LMDeploySide) -> Iterator[LMDeploySide]:
-    """The features are zeros: only their number matters here."""
+@pytest.fixture(scope="module", params=["sample", "released"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LMDeploySide, Gemma3Reference]]:
+    """Both sides over one tokenizer. The features are zeros: only their number matters here."""
 
     def zeros(items: Sequence[Pixels], max_batch: int | None = None) -> list[Encoded]:
         return [Encoded(torch.zeros(sum(item.runs), 1), item.runs) for item in items]
 
+    names = {"sample": ("side", "reference"), "released": ("released_side", "released_reference")}[request.param]
+    side, reference = map(request.getfixturevalue, names)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side.encoder.model.encoder, "encode_pixels", zeros)
-        yield side
+        yield side, reference
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=chats())
 def test_ids_of_a_random_chat_are_the_references(
-    messages: list[Message], cheap_side: LMDeploySide, reference: Gemma3Reference
+    messages: list[Message], pair: tuple[LMDeploySide, Gemma3Reference]
 ) -> None:
-    request = cheap_side.request(messages)
+    side, reference = pair
+    request = side.request(messages)
     meant = [with_images_at_markers(message) for message in messages]
     inputs = reference.inputs_from_messages(chat_from_lmdeploy(meant))
     assert request["input_ids"] == inputs["input_ids"][0].tolist()

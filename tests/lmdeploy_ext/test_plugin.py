@@ -166,7 +166,7 @@ def test_a_pipeline_on_the_pytorch_engine_starts(tiny_gemma3: Path) -> None:
     import lmdeploy
 
     with pytest.raises(TaskChosenError):
-        lmdeploy.pipeline(str(tiny_gemma3), backend_config=lmdeploy.PytorchEngineConfig(device_type="cpu"))
+        lmdeploy.pipeline(str(tiny_gemma3), backend_config=lmdeploy.PytorchEngineConfig())
 
 
 def test_the_backend_of_other_architectures_is_lmdeploys_choice(tmp_path: Path) -> None:
