@@ -18,6 +18,15 @@ from turbovit.engines.images import ImageLike, rgb_from_image
 from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor
 
 PAN_AND_SCAN_VARIABLE = "TURBOVIT_PAN_AND_SCAN"
+# What Gemma3Processor passes to its image processor at every call: it wins over preprocessor_config.json. A test
+# compares it with the installed transformers, which keeps it in another place in each version.
+PROCESSOR_OPTIONS: Mapping[str, Any] = {
+    "do_convert_rgb": True,
+    "do_pan_and_scan": False,
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
 _SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
@@ -30,11 +39,8 @@ class Gemma3Preprocessor(Preprocessor):
 
     def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):
         from transformers import Gemma3ImageProcessor
-        from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
         self._processor = Gemma3ImageProcessor.from_pretrained(processor_folder)
-        # Gemma3Processor passes these to its image processor at every call: they win over preprocessor_config.json.
-        self._options = Gemma3Processor.images_kwargs
         self._tokens = int(facts["tokens_per_crop"])
 
     @property
@@ -42,7 +48,7 @@ class Gemma3Preprocessor(Preprocessor):
         """Whether elongated images are cut into crops besides being shrunk whole."""
         configured = os.environ.get(PAN_AND_SCAN_VARIABLE)
         if configured is None:
-            return bool(self._options["do_pan_and_scan"])
+            return bool(PROCESSOR_OPTIONS["do_pan_and_scan"])
         if configured.lower() not in _SWITCH:
             raise InputError(f"{PAN_AND_SCAN_VARIABLE}={configured!r}, expected one of {', '.join(_SWITCH)}")
         return _SWITCH[configured.lower()]
@@ -50,7 +56,7 @@ class Gemma3Preprocessor(Preprocessor):
     def pixels_from_image(self, image: ImageLike) -> Pixels:
         output = self._processor(
             rgb_from_image(image, self.alpha),
-            **{**self._options, "do_pan_and_scan": self.pan_and_scan},
+            **{**PROCESSOR_OPTIONS, "do_pan_and_scan": self.pan_and_scan},
             do_rescale=False,
             do_normalize=False,
             return_tensors="pt",

@@ -74,6 +74,7 @@ def build(
     Raises:
         CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
         BuildError: the export failed, the disk is full, or `output` holds something else.
+        BundleError: the bundle that is there is damaged.
         CertificationError: an engine's outputs are off.
     """
     report("checking the checkpoint")

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from turbovit import cli
@@ -246,7 +247,8 @@ def _replace_reference(folder: Path) -> None:
     manifest = read_manifest(folder)
     path = folder / manifest.reference
     tensors = {name: -value if ".output." in name else value for name, value in load_file(path).items()}
-    labels = {name.split(".")[0]: "sample" for name in tensors}
-    save_file(tensors, path, metadata=labels)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, path, metadata=metadata)
     entry = FileEntry(path.stat().st_size, file_sha256(path))
     write_manifest(folder, replace(manifest, files=manifest.files | {manifest.reference: entry}))

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from turbovit.engines.errors import InputError
-from turbovit.engines.gemma3 import PAN_AND_SCAN_VARIABLE, Gemma3Preprocessor
+from turbovit.engines.gemma3 import PAN_AND_SCAN_VARIABLE, PROCESSOR_OPTIONS, Gemma3Preprocessor
 from turbovit.export.layers import PixelNorm
 
 SIZES = [(1, 1), (1, 2000), (30, 150), (150, 30), (100, 2000), (640, 480), (896, 896), (897, 895), (1920, 1080)]
@@ -48,6 +48,17 @@ def picture(size: tuple[int, int]) -> Image.Image:
 
 def pixel_values(reference: Any, image: Image.Image, **options: Any) -> torch.Tensor:
     return reference(images=image, text=TEXT, images_kwargs=options, return_tensors="pt")["pixel_values"]
+
+
+def test_the_processors_options_are_those_of_the_installed_transformers() -> None:
+    from transformers.models.gemma3 import processing_gemma3
+
+    processor = processing_gemma3.Gemma3Processor
+    if hasattr(processor, "images_kwargs"):
+        theirs = processor.images_kwargs
+    else:  # before 5.2x
+        theirs = processing_gemma3.Gemma3ProcessorKwargs._defaults["images_kwargs"]
+    assert theirs == PROCESSOR_OPTIONS
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -277,7 +277,12 @@ def test_the_reference_is_read_back_as_it_was_written(
     tower = load_tower(Gemma3Tower, spec, checkpoint)
     batches: list[int] = []
     run = tower.run
-    monkeypatch.setattr(tower, "run", lambda inputs: batches.append(len(inputs["pixels"])) or run(inputs))
+
+    def counted(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        batches.append(len(inputs["pixels"]))
+        return run(inputs)
+
+    monkeypatch.setattr(tower, "run", counted)
     samples = tower.samples(5)
     write_reference(tower, samples, tmp_path / "reference.safetensors", silent)
     assert batches == [1, 1]  # row by row, and the row that both samples hold only once

@@ -21,7 +21,12 @@ from turbovit.export.layers import PixelNorm
 from turbovit.export.tower import Sample, checked_names, load_tower
 
 BOUND = 1e-5  # the certificate's float32 bound on relative L2
-VISION = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
+VISION: dict[str, Any] = {
+    "hidden_size": 1152,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "intermediate_size": 4304,
+}
 VISION |= {"image_size": 896, "patch_size": 14, "model_type": "siglip_vision_model", "vision_use_head": False}
 PREPROCESSOR = {"size": {"height": 896, "width": 896}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 # Of the released checkpoints: width of the language model, parameters of vision tower and projector.
@@ -78,6 +83,11 @@ def assert_features_equal(folder: Path, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_features_equal_the_reference(tiny_gemma3: Path, count: int) -> None:
     assert_features_equal(tiny_gemma3, count)
+
+
+def test_features_of_a_bfloat16_checkpoint_equal_the_reference(tiny_gemma3: Path, tmp_path: Path) -> None:
+    folder = copied(tiny_gemma3, tmp_path, lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
+    assert_features_equal(folder, 1)
 
 
 @pytest.mark.slow

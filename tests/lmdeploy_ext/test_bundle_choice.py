@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from turbovit.engines.bundle import Bundle
-from turbovit.engines.errors import BundleError, RuntimeUnavailableError, UnsupportedModelError
+from turbovit.engines.errors import BundleError, CheckpointError, RuntimeUnavailableError, UnsupportedModelError
 from turbovit.export import build as build_module
+from turbovit.export.checkpoint import SINGLE
 from turbovit.lmdeploy_ext import load_vision_model
 from turbovit.lmdeploy_ext.base import AUTO_BUILD_VARIABLE, BUNDLE_VARIABLE
 
@@ -27,12 +30,13 @@ def _no_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "build", refuse)
 
 
-@pytest.fixture(scope="module")
-def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from turbovit.export.samples import write_sample
-
-    folder = tmp_path_factory.mktemp("checkpoints") / "other"
-    write_sample("gemma3", folder, seed=1)
+@pytest.fixture
+def other_weights(tiny_gemma3: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_gemma3, folder)
+    tensors = load_file(folder / SINGLE)
+    tensors["multi_modal_projector.mm_input_projection_weight"][0, 0] += 1
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
     return folder
 
 
@@ -78,9 +82,7 @@ def test_a_bundle_of_other_weights_is_refused(other_weights: Path, tiny_gemma3_b
 
 
 @pytest.mark.usefixtures("_no_build")
-def test_what_cannot_be_loaded_is_a_typed_error(
-    tiny_gemma3: Path, tiny_gemma3_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_what_cannot_be_loaded_is_a_typed_error(tiny_gemma3: Path, tiny_gemma3_bundle: Bundle, tmp_path: Path) -> None:
     with pytest.raises(RuntimeUnavailableError, match="unknown device 'gpu'"):
         load_vision_model(tiny_gemma3, bundle=tiny_gemma3_bundle.path, device="gpu")
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
@@ -90,8 +92,6 @@ def test_what_cannot_be_loaded_is_a_typed_error(
 
 @pytest.mark.usefixtures("_no_build")
 def test_a_folder_that_is_no_checkpoint_is_a_typed_error(tmp_path: Path) -> None:
-    from turbovit.engines.errors import TurbovitError
-
     for folder in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(TurbovitError):
+        with pytest.raises(CheckpointError, match=str(folder)):
             load_vision_model(folder)

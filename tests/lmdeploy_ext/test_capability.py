@@ -82,7 +82,9 @@ def test_a_language_model_is_seen(form: str, doctored: Path) -> None:
     else:
         (doctored / "supported_models.py").write_text(f"SUPPORTED_ARCHS = {{'{GEMMA3}': 'gemma3'}}\n")
     assert states()[MODEL] == "have"
-    assert states("AnotherForConditionalGeneration")["a language model for AnotherForConditionalGeneration"] == "missing"
+    assert (
+        states("AnotherForConditionalGeneration")["a language model for AnotherForConditionalGeneration"] == "missing"
+    )
 
 
 def test_each_need_is_seen_by_any_of_its_signs(doctored: Path) -> None:

@@ -32,9 +32,11 @@ def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", CROPS)
-def test_an_image_has_one_run_a_crop(size: tuple[int, int], side: LMDeploySide, reference: Gemma3Reference) -> None:
+def test_an_image_has_one_run_a_crop(
+    size: tuple[int, int], quick_side: LMDeploySide, reference: Gemma3Reference
+) -> None:
     messages = [user(text("look:\n"), image(noise(*size, seed=0)), text("\nwhat is it?"))]
-    request = side.request(messages)
+    request = quick_side.request(messages)
     assert len(request["input_embedding_ranges"]) == 1 + CROPS[size]
     assert_sound(request, hidden=64)
     inputs = reference.inputs_from_messages(chat_from_lmdeploy(messages), do_pan_and_scan=True)
@@ -50,21 +52,21 @@ def test_images_with_and_without_crops_in_one_request(side: LMDeploySide, refere
     assert_equals_reference(reference.compare(request, inputs))
 
 
-def test_the_switch_holds_for_each_request(side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_holds_for_each_request(quick_side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [user(image(noise(900, 300, 0)))]
     runs = []
     for value in ("1", "0", "on", "OFF"):
         monkeypatch.setenv(PAN_AND_SCAN_VARIABLE, value)
-        runs.append(len(side.request(messages)["input_embeddings"]))
+        runs.append(len(quick_side.request(messages)["input_embeddings"]))
     monkeypatch.delenv(PAN_AND_SCAN_VARIABLE)
-    runs.append(len(side.request(messages)["input_embeddings"]))
+    runs.append(len(quick_side.request(messages)["input_embeddings"]))
     assert runs == [4, 1, 4, 1, 1]
 
 
-def test_another_word_for_the_switch_is_refused(side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_word_for_the_switch_is_refused(quick_side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PAN_AND_SCAN_VARIABLE, "perhaps")
     with pytest.raises(InputError, match="TURBOVIT_PAN_AND_SCAN='perhaps', expected one of 1, true, on, 0"):
-        side.request([user(image(noise(8, 8, 0)))])
+        quick_side.request([user(image(noise(8, 8, 0)))])
 
 
 def test_crops_in_another_order_do_not_pass_the_check(side: LMDeploySide, reference: Gemma3Reference) -> None:

@@ -32,9 +32,7 @@ def raw(prompt: Any, pictures: list[Any]) -> list[Message]:
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_prompt_is_the_references_with_one_bos(
-    name: str, side: LMDeploySide, reference: Gemma3Reference
-) -> None:
+def test_a_prompt_is_the_references_with_one_bos(name: str, side: LMDeploySide, reference: Gemma3Reference) -> None:
     prompt, pictures = PROMPTS[name]
     request = side.request(raw(prompt, pictures), do_preprocess=False)
     assert_equals_reference(reference.compare(request, reference.inputs_from_prompt(prompt, pictures)))
@@ -82,9 +80,7 @@ def test_ids_without_images_stay_as_they_are(side: LMDeploySide) -> None:
         assert side.request([user(text(ids))], do_preprocess=False)["input_ids"] == ids
 
 
-def test_ids_that_no_text_gives_are_expanded_where_they_stand(
-    side: LMDeploySide, reference: Gemma3Reference
-) -> None:
+def test_ids_that_no_text_gives_are_expanded_where_they_stand(side: LMDeploySide, reference: Gemma3Reference) -> None:
     tokenizer = reference.processor.tokenizer
     letters = tokenizer.convert_tokens_to_ids(list("the"))
     newline, soft = tokenizer.convert_tokens_to_ids("\n"), tokenizer.image_token_id

@@ -24,9 +24,9 @@ MARKER = "<IMAGE_TOKEN>"
     ],
 )
 def test_as_many_markers_as_images_are_their_places(
-    given: list[dict[str, Any]], meant: list[dict[str, Any]], side: LMDeploySide
+    given: list[dict[str, Any]], meant: list[dict[str, Any]], quick_side: LMDeploySide
 ) -> None:
-    assert same(side.request([user(*given)]), side.request([user(*meant)]))
+    assert same(quick_side.request([user(*given)]), quick_side.request([user(*meant)]))
 
 
 @pytest.mark.parametrize(
@@ -37,19 +37,19 @@ def test_as_many_markers_as_images_are_their_places(
         [text(f"what is {MARKER}?")],
     ],
 )
-def test_any_other_number_of_markers_is_plain_text(parts: list[dict[str, Any]], side: LMDeploySide) -> None:
-    request = side.request([user(*parts)])
+def test_any_other_number_of_markers_is_plain_text(parts: list[dict[str, Any]], quick_side: LMDeploySide) -> None:
+    request = quick_side.request([user(*parts)])
     assert request["prompt"].count(MARKER) == parts[0]["text"].count(MARKER)
     assert len(request.get("input_embeddings", [])) == len(parts) - 1
 
 
-def test_markers_of_one_message_are_not_places_in_another(side: LMDeploySide) -> None:
-    request = side.request([user(image(A)), assistant(MARKER), user(text(MARKER))])
+def test_markers_of_one_message_are_not_places_in_another(quick_side: LMDeploySide) -> None:
+    request = quick_side.request([user(image(A)), assistant(MARKER), user(text(MARKER))])
     assert request["prompt"].count(MARKER) == 2
     assert len(request["input_embeddings"]) == 1
 
 
-def test_a_template_of_lmdeploys_own_gets_strings(side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_of_lmdeploys_own_gets_strings(quick_side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmdeploy.model import MODELS, BaseChatTemplate
 
     messages = [system([text("Be"), text("brief.")]), user(text("a "), image(A), text(" b")), assistant("c")]
@@ -59,6 +59,6 @@ def test_a_template_of_lmdeploys_own_gets_strings(side: LMDeploySide, monkeypatc
         # What LMDeploy makes of a user's JSON file.
         (BaseChatTemplate(user="[u]", eoh="[/u]", assistant="[a]", eoa="[/a]"), f"Be\nbrief.[u]a {raw} b[/u][a]c"),
     ):
-        monkeypatch.setattr(side.processor, "chat_template", template)
-        by_hand = side.request([user(text(prompt), image(A))], do_preprocess=False)
-        assert same(side.request(messages), by_hand)
+        monkeypatch.setattr(quick_side.processor, "chat_template", template)
+        by_hand = quick_side.request([user(text(prompt), image(A))], do_preprocess=False)
+        assert same(quick_side.request(messages), by_hand)

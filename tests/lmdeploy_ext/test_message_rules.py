@@ -31,41 +31,57 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a part that is a string": ([user("hello", image(A))], r"message 0 \(user\): a part is a str"),  # type: ignore
     "a part without type": ([user({"text": "x"}, image(A))], r"message 0 \(user\): a part is of type None"),
     "a part of unknown type": ([user({"type": "input_image"})], r"message 0 \(user\): a part is of type 'input_image'"),
-    "a video": ([user(text("x"), VIDEO)], r"message 0 \(user\): a part is of type 'video_url', expected a text or an im"),
+    "a video": (
+        [user(text("x"), VIDEO)],
+        r"message 0 \(user\): a part is of type 'video_url', expected a text or an im",
+    ),
     "a video beside an image": ([user(image(A)), assistant("x"), user(VIDEO)], r"message 2 \(user\): .*'video_url'"),
     "a text part without text": ([user({"type": "text"}, image(A))], r"message 0 \(user\): a text part holds NoneType"),
-    "half a character": ([user(text("a\ud800"))], r"message 0 \(user\): its text holds '\\ud800' at 1"),
+    "half of a character": ([user(text("a\ud800"))], r"message 0 \(user\): its text holds '\\ud800' at 1"),
     "half a character, alone": (["\ud800"], r"message 0 \(user\): its text holds"),
-    "an image from the system": ([system([image(A)]), user(text("x"))], r"message 0 \(system\), image 1: only messages"),
+    "an image from the system": (
+        [system([image(A)]), user(text("x"))],
+        r"message 0 \(system\), image 1: only messages",
+    ),
     "an image from the assistant": (
         [user(image(A)), assistant([text("x"), image(A), image(B)])],
         r"message 1 \(assistant\), image 1: only messages of the roles user, tool can hold images",
     ),
     "an image without data": ([user(image(A), {"type": "image_url"})], r"message 0 \(user\), image 2: "),
     "an image that is a number": ([user(text("x"), image(A), image(5))], r"message 0 \(user\), image 2: .*got int"),
-    "an image of another kind": ([user(image(np.zeros((4, 4)))), assistant("x")], r"message 0 \(user\), image 1: .*float"),
-    "a reserved string in two parts": ([user(text("<start_of_"), text("image>"), image(A))], "2 x '<start_of_image>' for 1"),
+    "an image of another kind": (
+        [user(image(np.zeros((4, 4)))), assistant("x")],
+        r"message 0 \(user\), image 1: .*float",
+    ),
+    "a reserved string in two parts": (
+        [user(text("<start_of_"), text("image>"), image(A))],
+        "2 x '<start_of_image>' for 1",
+    ),
     "a reserved string in two parts, text only": ([user(text("<end_of_"), text("image>"))], "holds '<end_of_image>'"),
 }
 
 
-def good(side: LMDeploySide) -> dict[str, Any]:
-    return side.request(GOOD)
+def with_word(message: Message, word: str) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content.replace("{}", word)}
+    parts = [text(part["text"].replace("{}", word)) if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
 
 
 @pytest.fixture(scope="module")
-def expected(side: LMDeploySide) -> dict[str, Any]:
-    return good(side)
+def expected(quick_side: LMDeploySide) -> dict[str, Any]:
+    return quick_side.request(GOOD)
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_conversation_is_refused_and_the_next_one_works(
-    name: str, side: LMDeploySide, expected: dict[str, Any]
+    name: str, quick_side: LMDeploySide, expected: dict[str, Any]
 ) -> None:
     messages, reason = BAD[name]
     with pytest.raises(InputError, match=reason):
-        side.request(messages[0] if isinstance(messages[:1], list) and messages[:1] == ["\ud800"] else messages)
-    assert same(good(side), expected)
+        quick_side.request(messages)
+    assert same(quick_side.request(GOOD), expected)
 
 
 @pytest.mark.parametrize("word", RESERVED)
@@ -85,38 +101,32 @@ def test_a_bad_conversation_is_refused_and_the_next_one_works(
     ],
 )
 def test_a_reserved_string_is_refused_wherever_it_stands(
-    messages: list[Message], index: int, word: str, side: LMDeploySide, expected: dict[str, Any]
+    messages: list[Message], index: int, word: str, quick_side: LMDeploySide, expected: dict[str, Any]
 ) -> None:
     with pytest.raises(InputError, match=rf"message {index} \({messages[index]['role']}\): its text holds '{word}'"):
-        side.request([with_word(message, word) for message in messages])
-    assert same(good(side), expected)
+        quick_side.request([with_word(message, word) for message in messages])
+    assert same(quick_side.request(GOOD), expected)
 
 
-@pytest.mark.parametrize("word", RESERVED)
-def test_a_reserved_string_is_refused_in_a_string_prompt(word: str, side: LMDeploySide) -> None:
-    with pytest.raises(InputError, match=rf"message 0 \(user\): its text holds '{word}'"):
-        side.request(f"what is {word}?")
+@pytest.mark.parametrize("word", [*RESERVED, "\ud800"])
+def test_a_string_prompt_has_the_same_rules(word: str, quick_side: LMDeploySide) -> None:
+    with pytest.raises(InputError, match=rf"message 0 \(user\): its text holds {word!r}".replace("\\u", "..u")):
+        quick_side.request(f"what is {word}?")
 
 
-def with_word(message: Message, word: str) -> Message:
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": content.replace("{}", word)}
-    parts = [text(part["text"].replace("{}", word)) if part["type"] == "text" else part for part in content]
-    return {**message, "content": parts}
-
-
-def test_a_refusal_comes_before_an_image_is_loaded(side: LMDeploySide) -> None:
+def test_a_refusal_comes_before_an_image_is_loaded(quick_side: LMDeploySide) -> None:
     with pytest.raises(InputError, match="its text holds '<start_of_image>'"):
-        side.request([user(image_url("/nowhere.png"), text("<start_of_image>"))])
+        quick_side.request([user(image_url("/nowhere.png"), text("<start_of_image>"))])
 
 
-def test_noise_would_be_seen(side: LMDeploySide, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_would_be_seen(
+    quick_side: LMDeploySide, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With LMDeploy's own callback a refused image is also reported as a crash in the event loop."""
     from lmdeploy.vl import engine
 
     monkeypatch.setattr(engine, "_raise_exception_on_finish", lambda task: task.result())
     with pytest.raises(InputError):
-        side.request([user(image(5))])
+        quick_side.request([user(image(5))])
     assert any("Exception in callback" in record.message for record in caplog.records)
     caplog.clear()

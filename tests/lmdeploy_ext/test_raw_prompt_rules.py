@@ -15,7 +15,10 @@ GOOD = [user(text("<start_of_image>"), image(A))]
 
 RAW: dict[str, tuple[Any, str]] = {
     "no text": ([user(image(A))], "a raw prompt is text or one list of token ids, got no text"),
-    "a placeholder too few": ([user(text("<start_of_image>"), image(A), image(B))], "1 x '<start_of_image>' for 2 images"),
+    "a placeholder too few": (
+        [user(text("<start_of_image>"), image(A), image(B))],
+        "1 x '<start_of_image>' for 2 images",
+    ),
     "a placeholder too many": ([user(text("<start_of_image>" * 2), image(A))], "2 x '<start_of_image>' for 1 images"),
     "a placeholder without image": ("<start_of_image>", "1 x '<start_of_image>' for 0 images"),
     "a soft token": ([user(text("<start_of_image><image_soft_token>"), image(A))], "holds '<image_soft_token>'"),
@@ -31,22 +34,22 @@ RAW: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture(scope="module")
-def expected(side: LMDeploySide) -> dict[str, Any]:
-    return side.request(GOOD, do_preprocess=False)
+def expected(quick_side: LMDeploySide) -> dict[str, Any]:
+    return quick_side.request(GOOD, do_preprocess=False)
 
 
 @pytest.mark.parametrize("name", RAW)
 def test_a_bad_raw_prompt_is_refused_and_the_next_one_works(
-    name: str, side: LMDeploySide, expected: dict[str, Any]
+    name: str, quick_side: LMDeploySide, expected: dict[str, Any]
 ) -> None:
     prompt, reason = RAW[name]
     with pytest.raises(InputError, match=reason):
-        side.request(prompt, do_preprocess=False)
-    assert same(side.request(GOOD, do_preprocess=False), expected)
+        quick_side.request(prompt, do_preprocess=False)
+    assert same(quick_side.request(GOOD, do_preprocess=False), expected)
 
 
-def test_ids_that_are_not_the_images_are_refused(side: LMDeploySide) -> None:
-    tokenizer = side.tokenizer.model.model
+def test_ids_that_are_not_the_images_are_refused(quick_side: LMDeploySide) -> None:
+    tokenizer = quick_side.tokenizer.model.model
     boi, soft = tokenizer.boi_token_id, tokenizer.image_token_id
     for ids, reason in (
         ([soft] * 255, r"runs of \[255\] image tokens, its images have \[256\]"),
@@ -55,11 +58,11 @@ def test_ids_that_are_not_the_images_are_refused(side: LMDeploySide) -> None:
     ):
         pictures = [image(A)] if len(ids) == 255 else [image(A), image(B)]
         with pytest.raises(InputError, match=reason):
-            side.request([user(text(ids), *pictures)], do_preprocess=False)
+            quick_side.request([user(text(ids), *pictures)], do_preprocess=False)
 
 
-def test_a_count_that_no_text_gives_is_refused_too(side: LMDeploySide) -> None:
-    tokenizer = side.tokenizer.model.model
+def test_a_count_that_no_text_gives_is_refused_too(quick_side: LMDeploySide) -> None:
+    tokenizer = quick_side.tokenizer.model.model
     ids = [*tokenizer.convert_tokens_to_ids(list("the")), tokenizer.boi_token_id, tokenizer.boi_token_id]
     with pytest.raises(InputError, match=rf"the token ids have 2 x {tokenizer.boi_token_id} .* for 1 images"):
-        side.request([user(text(ids), image(A))], do_preprocess=False)
+        quick_side.request([user(text(ids), image(A))], do_preprocess=False)
