@@ -51,7 +51,7 @@ class Source:
     Attributes:
         name: the hub id, or the folder's path.
         tensors_sha256: hash over names, dtypes, shapes and bytes of the vision tensors, in order of name.
-        config: the config entries that shape the tower.
+        config: the sizes that shape the tower, and the image processor's settings.
     """
 
     name: str

@@ -12,7 +12,7 @@ from turbovit.engines.bundle import Bundle, Engine, open_bundle
 from turbovit.engines.errors import BundleError, InputError, RuntimeUnavailableError, TurbovitError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.images import ImageLike
-from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor, concatenated_outputs
+from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor, Video, concatenated_outputs
 from turbovit.engines.runner import Runner
 
 logger = logging.getLogger("turbovit")
@@ -40,22 +40,25 @@ class Encoder:
         batch_symbol = self.manifest.inputs[0].shape[0]
         self._limit = self.manifest.limits[str(batch_symbol)]
 
-    def encode(self, images: Sequence[ImageLike]) -> list[Encoded]:
-        """Features of every image, in order.
+    def encode(self, items: Sequence[ImageLike | Video]) -> list[Encoded]:
+        """Features of every image or video, in order.
 
         Args:
-            images: PIL images, uint8 arrays [height, width, channels] or paths.
+            items: PIL images, uint8 arrays [height, width, channels], paths of images, or `Video`s.
 
         Raises:
-            InputError: an image cannot be used; says which and why.
+            InputError: one cannot be used; says which and why.
         """
-        items = []
-        for number, image in enumerate(images, 1):
+        pixels = []
+        for number, item in enumerate(items, 1):
+            kind, prepare = "image", self.preprocessor.pixels_from_image
+            if isinstance(item, Video):
+                kind, prepare = "video", self.preprocessor.pixels_from_video  # type: ignore[assignment]
             try:
-                items.append(self.preprocessor.pixels_from_image(image))
+                pixels.append(prepare(item))  # type: ignore[arg-type]
             except InputError as error:
-                raise InputError(f"image {number} of {len(images)}: {error}") from None
-        return self.encode_pixels(items)
+                raise InputError(f"{kind} {number} of {len(items)}: {error}") from None
+        return self.encode_pixels(pixels)
 
     def encode_pixels(self, items: Sequence[Pixels], max_batch: int | None = None) -> list[Encoded]:
         """As `encode`, from what the preprocessor made.
@@ -63,11 +66,10 @@ class Encoder:
         Rows of one group share engine runs of at most `max_batch` rows (and never more than the bundle's
         limit); the results do not depend on how they were shared.
         """
-        limit = min(self._limit, max_batch or self._limit)
         results: dict[int, Encoded] = {}
         for group in dict.fromkeys(item.group for item in items):
             members = [index for index, item in enumerate(items) if item.group == group]
-            outputs = self._run_group(torch.cat([items[index].rows for index in members]), group, limit)
+            outputs = self._run_group(torch.cat([items[index].rows for index in members]), group, max_batch)
             start = 0
             for index in members:
                 stop = start + len(items[index].rows)
@@ -80,8 +82,9 @@ class Encoder:
         """Free the engine."""
         self.runner.close()
 
-    def _run_group(self, rows: torch.Tensor, group: Hashable, limit: int) -> dict[str, torch.Tensor]:
-        parts = rows.split(limit)
+    def _run_group(self, rows: torch.Tensor, group: Hashable, max_batch: int | None) -> dict[str, torch.Tensor]:
+        limits = (self._limit, max_batch, self.preprocessor.max_rows(group))
+        parts = rows.split(min(limit for limit in limits if limit))
         return concatenated_outputs(
             [self.runner.run(self.preprocessor.inputs_from_rows(part, group)) for part in parts]
         )

@@ -8,25 +8,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
+from turbovit.engines.errors import InputError
 from turbovit.engines.images import Alpha, ImageLike
+
+Grid = tuple[int, int, int]  # temporal steps, rows and columns of patches
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video whose frames are sampled already.
+
+    Attributes:
+        frames: uint8 [frames, height, width, 3].
+        fps: of the file they were taken from; None where it is not known.
+        frame_indices: their numbers in that file.
+    """
+
+    frames: np.ndarray
+    fps: float | None
+    frame_indices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """One image as an engine takes it.
+    """One image or video as an engine takes it.
 
     Attributes:
         rows: uint8, batch rows first: whole images, crops, tiles or frames.
         group: rows of equal groups may share one engine run.
         runs: feature tokens of each run of placeholders that the image has in the prompt, in order; they add
             up to the image's tokens.
+        grid: of patches, for families whose prompts depend on it.
+        timestamps: seconds of each temporal step; empty for an image.
     """
 
     rows: torch.Tensor
     group: Hashable
     runs: tuple[int, ...]
+    grid: Grid | None = None
+    timestamps: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,10 +59,14 @@ class Encoded:
     Attributes:
         features: [tokens, hidden], in prompt order.
         runs: as in `Pixels`: how the tokens are spread over the prompt.
+        deepstack: [levels, tokens, hidden], for families that have it.
+        grid: as in `Pixels`.
     """
 
     features: torch.Tensor
     runs: tuple[int, ...]
+    deepstack: torch.Tensor | None = None
+    grid: Grid | None = None
 
     @property
     def embeddings(self) -> list[torch.Tensor]:
@@ -68,9 +95,21 @@ class Preprocessor(ABC):
             InputError: the image cannot be used; says why.
         """
 
+    def pixels_from_video(self, video: Video) -> Pixels:
+        """Resize and cut one video.
+
+        Raises:
+            InputError: the family takes no videos, or this one cannot be used; says why.
+        """
+        raise InputError("this model takes images, no videos")
+
     @abstractmethod
     def inputs_from_rows(self, rows: torch.Tensor, group: Hashable) -> dict[str, torch.Tensor]:
         """All engine inputs for rows of one group."""
+
+    def max_rows(self, group: Hashable) -> int | None:
+        """The most rows of a group that one engine run should have; None where the bundle's limit will do."""
+        return None
 
     @abstractmethod
     def encoded_from_rows(self, outputs: Mapping[str, torch.Tensor], pixels: Pixels) -> Encoded:

@@ -68,7 +68,7 @@ def build(
         output: the bundle's folder; by default one in the store, named by family and identity.
         precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``.
         runtimes: which runtimes to build for.
-        limits: largest values of the inputs' symbols, such as ``{"images": 8}``.
+        limits: what the bundle shall accept in one engine run, such as ``{"images": 8}``.
         report: called with a line at the start of each step.
 
     Raises:

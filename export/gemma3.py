@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from turbovit.engines.bundle import TensorSpec
 from turbovit.engines.errors import CheckpointError, UnsupportedModelError
 from turbovit.export.layers import Block, LayerNorm, PixelNorm, RMSNorm, patches_from_pixels
-from turbovit.export.tower import Sample, Tower
+from turbovit.export.tower import LimitOption, Sample, Tower, one_for_all
 
 _TOWER = "vision_tower."
 _VISION = f"{_TOWER}vision_model."
@@ -61,8 +61,7 @@ class Gemma3Spec:
 class Gemma3Tower(Tower):
     """pixels uint8 [images, 3, image, image] -> features [images, tokens, out]."""
 
-    input_names = ("pixels",)
-    output_names = ("features",)
+    limit_options: ClassVar[Mapping[str, LimitOption]] = {"images": LimitOption("images", 1)}
 
     def __init__(self, spec: Gemma3Spec):
         super().__init__()
@@ -93,7 +92,7 @@ class Gemma3Tower(Tower):
         vision = full.vision_config
         if vision.hidden_act != _GELU:
             raise UnsupportedModelError(f"vision_config.hidden_act is {vision.hidden_act!r}, supported: {_GELU!r}")
-        mean, std = (_one_for_all(preprocessor, name, 0.5) for name in ("image_mean", "image_std"))
+        mean, std = (one_for_all(preprocessor, name, 0.5) for name in ("image_mean", "image_std"))
         spec = Gemma3Spec(
             hidden=vision.hidden_size,
             layers=vision.num_hidden_layers,
@@ -207,14 +206,6 @@ def _full_config(config: Mapping[str, Any]) -> Any:
         return Gemma3Config.from_dict(dict(config))
     except Exception as error:  # transformers checks entries in several ways
         raise CheckpointError(f"config.json makes no sense: {' '.join(str(error).split())}") from error
-
-
-def _one_for_all(preprocessor: Mapping[str, Any], name: str, default: float) -> float:
-    given = preprocessor.get(name) or default
-    values = set(given if isinstance(given, list) else [given])
-    if len(values) != 1:
-        raise UnsupportedModelError(f"{name} is {preprocessor[name]}, supported: one value for all channels")
-    return float(values.pop())
 
 
 def _check(spec: Gemma3Spec, preprocessor: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Gelu = Literal["tanh", "none"]
+Rope = tuple[Tensor, Tensor]  # cos and sin, float32, broadcast over [batch, tokens, heads, head size]
 
 
 class PixelNorm(nn.Module):
@@ -58,13 +59,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(query, key, value)  # [batch, heads, tokens, head_size]
+    def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
+        query, key, value = (part.unflatten(-1, (self.heads, self.head_size)) for part in self.qkv(x).chunk(3, dim=-1))
+        if rope is not None:
+            query, key = rotated(query, rope), rotated(key, rope)
+        # [batch, tokens, heads, head_size] -> [batch, heads, tokens, head_size]
+        mixed = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.head_size)).transpose(1, 2)
 
 
 class Mlp(nn.Module):
@@ -90,9 +91,17 @@ class Block(nn.Module):
         self.norm2 = LayerNorm(hidden, eps=eps)
         self.mlp = Mlp(hidden, inner, gelu)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), rope)
         return x + self.mlp(self.norm2(x))
+
+
+def rotated(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding, computed in float32: the pairs are (i, i + half) of the head size."""
+    cos, sin = rope
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 def patches_from_pixels(pixels: Tensor, patch: int) -> Tensor:

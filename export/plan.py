@@ -52,7 +52,7 @@ def plan_build(model: str | Path, precision: str, runtimes: Sequence[str], limit
         model: a Hugging Face folder or hub id.
         precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``.
         runtimes: which runtimes to build for.
-        limits: largest values of the inputs' symbols, where not the family's defaults.
+        limits: what the bundle shall accept where not the family's default, such as ``{"images": 8}``.
 
     Raises:
         CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
@@ -67,7 +67,7 @@ def plan_build(model: str | Path, precision: str, runtimes: Sequence[str], limit
         family=family.name,
         architecture=str(checkpoint.architecture),
         source=source_from_checkpoint(tower, described.spec, checkpoint),
-        limits=_limits(described.default_limits(), limits),
+        limits=_limits(described, limits),
         inputs=described.inputs(),
         outputs=described.outputs("float32"),
         facts=described.facts(checkpoint.config),
@@ -173,13 +173,17 @@ def _precision(runtime: str, precision: str) -> str:
     return chosen
 
 
-def _limits(defaults: dict[str, int], given: Mapping[str, int]) -> dict[str, int]:
-    for symbol, value in given.items():
-        if symbol not in defaults:
-            raise BuildError(f"this family has no limit {symbol!r}; it has {', '.join(defaults)}")
-        if value < 1:
-            raise BuildError(f"the limit of {symbol} is {value}, expected at least 1")
-    return defaults | dict(given)
+def _limits(described: Tower, given: Mapping[str, int]) -> dict[str, int]:
+    limits = described.default_limits()
+    options = described.limit_options
+    for name, value in given.items():
+        if name not in options:
+            raise BuildError(f"this family has no limit {name!r}; it has {', '.join(options)}")
+        option = options[name]
+        if value < option.divisor:
+            raise BuildError(f"the limit of {name} is {value}, expected at least {option.divisor}")
+        limits[option.symbol] = value // option.divisor
+    return limits
 
 
 def _tools(runtimes: Sequence[str]) -> dict[str, str]:

@@ -60,16 +60,15 @@ class _AttentionRule(RewriteRuleClassBase):
         self.refusals: list[str] = []
 
     @abstractmethod
-    def shape(self, heads: int, size: int) -> tuple[int | None, ...]:
-        """What the values that the rule takes and gives must have as shape; None where any size will do."""
+    def shapes(self, heads: int, size: int) -> dict[str, tuple[int | None, ...]]:
+        """The shapes that the pattern's values must have, by name; None where any size will do."""
 
     def check(self, context: Any, attention: Any, **values: ir.Value) -> MatchResult:
         result = MatchResult()
         reason = _reason(attention)
         if reason is None:
-            expected = self.shape(attention.shape[1], attention.shape[3])
-            parts = (values[name] for name in ("query", "key", "value", "joined") if name in values)
-            reason = next((text for part in parts if (text := _misfit(part, expected))), None)
+            shapes = self.shapes(attention.shape[1], attention.shape[3])
+            reason = next((text for name in shapes if (text := _misfit(values[name], shapes[name]))), None)
         if reason:
             self.refusals.append(reason)
             return result.fail(reason, attention)
@@ -77,26 +76,38 @@ class _AttentionRule(RewriteRuleClassBase):
 
 
 class _MultiHead(_AttentionRule):
-    """Transposed q, k, v, Attention, transpose and reshape back -> MultiHeadAttention on [batch, tokens, hidden]."""
+    """q, k, v [batch, tokens, heads, size] transposed, Attention, transpose and reshape back -> MultiHeadAttention.
 
-    def pattern(
-        self, op: Any, query: Any, key: Any, value: Any, q_shape: Any, k_shape: Any, v_shape: Any, out_shape: Any
-    ) -> Any:
-        q = op.Transpose(op.Reshape(query, q_shape), perm=_HEADS_FIRST)
-        k = op.Transpose(op.Reshape(key, k_shape), perm=_HEADS_FIRST)
-        v = op.Transpose(op.Reshape(value, v_shape), perm=_HEADS_FIRST)
+    That one works on [batch, tokens, heads * size]: where q, k or v was just reshaped from it (no rope between), the
+    reshape goes too.
+    """
+
+    def pattern(self, op: Any, query: Any, key: Any, value: Any, out_shape: Any) -> Any:
+        q, k, v = (op.Transpose(part, perm=_HEADS_FIRST) for part in (query, key, value))
         attention = op.Attention(q, k, v, _outputs=["attention"], _allow_other_inputs=True)
         return op.Reshape(op.Transpose(attention, perm=_HEADS_FIRST), out_shape, _outputs=["joined"])
 
-    def shape(self, heads: int, size: int) -> tuple[int | None, ...]:
-        return None, None, heads * size
+    def shapes(self, heads: int, size: int) -> dict[str, tuple[int | None, ...]]:
+        parts = dict.fromkeys(("query", "key", "value"), (None, None, heads, size))
+        return {**parts, "joined": (None, None, heads * size)}
 
     def rewrite(self, op: Any, query: Any, key: Any, value: Any, attention: Any, **_: Any) -> Any:
-        attributes: dict[str, Any] = {"num_heads": attention.shape[1]}
+        heads, size = attention.shape[1], attention.shape[3]
+        attributes: dict[str, Any] = {"num_heads": heads}
         scale = _attribute(attention, "scale", None)
         if scale is not None:
             attributes["scale"] = scale
-        return op.MultiHeadAttention(query, key, value, _domain="com.microsoft", _version=1, **attributes)
+        parts = (_joined(op, part, heads * size) for part in (query, key, value))
+        return op.MultiHeadAttention(*parts, _domain="com.microsoft", _version=1, **attributes)
+
+
+def _joined(op: Any, part: ir.Value, width: int) -> ir.Value:
+    """[batch, tokens, heads, size] as [batch, tokens, width]."""
+    node = part.producer()
+    source = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
+    if source is not None and _misfit(source, (None, None, width)) is None:
+        return source
+    return op.Reshape(part, op.Constant(value_ints=[0, 0, width]))
 
 
 class _MatMul(_AttentionRule):
@@ -105,8 +116,8 @@ class _MatMul(_AttentionRule):
     def pattern(self, op: Any, query: Any, key: Any, value: Any) -> Any:
         return op.Attention(query, key, value, _outputs=["attention"], _allow_other_inputs=True)
 
-    def shape(self, heads: int, size: int) -> tuple[int | None, ...]:
-        return None, heads, None, size
+    def shapes(self, heads: int, size: int) -> dict[str, tuple[int | None, ...]]:
+        return dict.fromkeys(("query", "key", "value"), (None, heads, None, size))
 
     def rewrite(self, op: Any, query: Any, key: Any, value: Any, attention: Any, **_: Any) -> Any:
         size = attention.shape[3]

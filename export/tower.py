@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from turbovit.engines.bundle import Source, TensorSpec
-from turbovit.engines.errors import CheckpointError
+from turbovit.engines.errors import CheckpointError, UnsupportedModelError
 from turbovit.engines.shapes import bind
 from turbovit.export.checkpoint import Checkpoint, image_processor_config
 
@@ -41,6 +41,18 @@ class Sample:
         return all(symbols[symbol] <= limit for symbol, limit in limits.items())
 
 
+@dataclasses.dataclass(frozen=True)
+class LimitOption:
+    """How a limit that users give becomes one of a symbol: value // divisor.
+
+    Attributes:
+        symbol: of the engine's inputs.
+    """
+
+    symbol: str
+    divisor: int
+
+
 class Tower(nn.Module, ABC):
     """A vision encoder with its projector, from uint8 pixels to features.
 
@@ -48,12 +60,10 @@ class Tower(nn.Module, ABC):
     to its own parameters by a pure function.
 
     Attributes:
-        input_names: in the order of `forward`'s arguments.
-        output_names: in the order of `forward`'s results.
+        limit_options: what a user may limit, by name.
     """
 
-    input_names: ClassVar[tuple[str, ...]]
-    output_names: ClassVar[tuple[str, ...]]
+    limit_options: ClassVar[Mapping[str, LimitOption]]
 
     spec: Any
 
@@ -96,6 +106,16 @@ class Tower(nn.Module, ABC):
     def state_from_tensors(cls, spec: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tower's own parameters from the checkpoint's: renaming, and the value transforms it documents."""
 
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """In the order of `forward`'s arguments."""
+        return tuple(spec.name for spec in self.inputs())
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """In the order of `forward`'s results."""
+        return tuple(spec.name for spec in self.outputs("float32"))
+
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tower's outputs by name, for its inputs by name; no gradients."""
         with torch.no_grad():  # outputs of inference_mode could not be changed in place by who gets them
@@ -113,11 +133,11 @@ class Tower(nn.Module, ABC):
 
     @abstractmethod
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The engine's inputs."""
+        """The engine's inputs, batch first, in the order of `forward`'s arguments."""
 
     @abstractmethod
     def outputs(self, dtype: str) -> tuple[TensorSpec, ...]:
-        """The engine's outputs."""
+        """The engine's outputs, all batch first, in the order of `forward`'s results."""
 
     @abstractmethod
     def default_limits(self) -> dict[str, int]:
@@ -126,6 +146,19 @@ class Tower(nn.Module, ABC):
     @abstractmethod
     def samples(self, seed: int) -> list[Sample]:
         """Inputs for export and certification: several shapes, none special, each inside the default limits."""
+
+
+def one_for_all(preprocessor: Mapping[str, Any], name: str, default: float) -> float:
+    """The one value that an image processor's setting has for all channels.
+
+    Raises:
+        UnsupportedModelError: it has several.
+    """
+    given = preprocessor.get(name) or default
+    values = set(given if isinstance(given, list) else [given])
+    if len(values) != 1:
+        raise UnsupportedModelError(f"{name} is {preprocessor[name]}, supported: one value for all channels")
+    return float(values.pop())
 
 
 def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> Source:

@@ -61,7 +61,7 @@ def check() -> list[str]:
     for path, expected in PRIVATE_PARTS.items():
         module, names = path.split(":")
         try:
-            part = functools.reduce(getattr, names.split("."), import_module(module))
+            part: Any = functools.reduce(getattr, names.split("."), import_module(module))
         except (ImportError, AttributeError) as error:
             problems.append(f"{path} is gone: {error}")
             continue
@@ -96,7 +96,7 @@ def patch_image_loading() -> None:
     """Images are checked by their header, decoded strictly and brought to RGB by the family's rule."""
     from lmdeploy.serve.processors import multimodal
 
-    class StrictImageMediaIO(multimodal.ImageMediaIO):  # type: ignore[misc, name-defined]
+    class StrictImageMediaIO(multimodal.ImageMediaIO):
         """LMDeploy's loader, with turbovit's decoding for the compiled models; others get what LMDeploy gives them."""
 
         def load_bytes(self, data: bytes) -> Any:

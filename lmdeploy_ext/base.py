@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from turbovit.engines.encoder import Encoder, open_encoder
 from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Encoded, Pixels

@@ -99,7 +99,7 @@ def _supported_architectures(folder: Path) -> set[str]:
             if isinstance(node.value, ast.Call):
                 return {keyword.arg for keyword in node.value.keywords if keyword.arg}
             if isinstance(node.value, ast.Dict):
-                return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+                return {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
     return set()
 
 

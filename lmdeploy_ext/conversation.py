@@ -116,9 +116,9 @@ def refuse_reserved(conversation: Conversation, reserved: Sequence[str]) -> None
         InputError: names the string and the message.
     """
     for index, turn in enumerate(conversation.turns):
-        for part in turn.parts:
-            for word in reserved if isinstance(part, Text) else ():
-                if word in part.text:
+        for text in (part.text for part in turn.parts if isinstance(part, Text)):
+            for word in reserved:
+                if word in text:
                     raise InputError(
                         f"message {index} ({turn.role}): its text holds {word!r}, which marks an image's place in "
                         f"this model's prompts: remove it from the text"

@@ -33,5 +33,7 @@ def _float_bytes() -> int:
     gc.collect()
     kinds = (torch.Tensor, torch.nn.Parameter)
     tensors = (item for item in gc.get_objects() if type(item) in kinds)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.dtype.is_floating_point}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.dtype.is_floating_point
+    }
     return sum(storages.values())

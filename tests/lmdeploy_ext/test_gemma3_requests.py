@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+
 import pytest
 from turbomind_chats import CHATS, TEXTS
 from turbomind_requests import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from turbomind_requests import assistant, image, noise, same, system, text, user
+from turbomind_requests import assistant, image, noise, same, text, user
 
 from turbovit.benchmarks.lmdeploy_side import LMDeploySide
 
@@ -47,18 +47,3 @@ def test_markers_of_one_message_are_not_places_in_another(quick_side: LMDeploySi
     request = quick_side.request([user(image(A)), assistant(MARKER), user(text(MARKER))])
     assert request["prompt"].count(MARKER) == 2
     assert len(request["input_embeddings"]) == 1
-
-
-def test_a_template_of_lmdeploys_own_gets_strings(quick_side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmdeploy.model import MODELS, BaseChatTemplate
-
-    messages = [system([text("Be"), text("brief.")]), user(text("a "), image(A), text(" b")), assistant("c")]
-    raw = "<start_of_image>"
-    for template, prompt in (
-        (MODELS.get("vicuna")(), f"Be\nbrief. USER: a {raw} b ASSISTANT: c"),
-        # What LMDeploy makes of a user's JSON file.
-        (BaseChatTemplate(user="[u]", eoh="[/u]", assistant="[a]", eoa="[/a]"), f"Be\nbrief.[u]a {raw} b[/u][a]c"),
-    ):
-        monkeypatch.setattr(quick_side.processor, "chat_template", template)
-        by_hand = quick_side.request([user(text(prompt), image(A))], do_preprocess=False)
-        assert same(quick_side.request(messages), by_hand)

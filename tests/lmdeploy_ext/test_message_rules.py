@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a video beside an image": ([user(image(A)), assistant("x"), user(VIDEO)], r"message 2 \(user\): .*'video_url'"),
     "a text part without text": ([user({"type": "text"}, image(A))], r"message 0 \(user\): a text part holds NoneType"),
     "half of a character": ([user(text("a\ud800"))], r"message 0 \(user\): its text holds '\\ud800' at 1"),
-    "half a character, alone": (["\ud800"], r"message 0 \(user\): its text holds"),
     "an image from the system": (
         [system([image(A)]), user(text("x"))],
         r"message 0 \(system\), image 1: only messages",
@@ -110,7 +110,7 @@ def test_a_reserved_string_is_refused_wherever_it_stands(
 
 @pytest.mark.parametrize("word", [*RESERVED, "\ud800"])
 def test_a_string_prompt_has_the_same_rules(word: str, quick_side: LMDeploySide) -> None:
-    with pytest.raises(InputError, match=rf"message 0 \(user\): its text holds {word!r}".replace("\\u", "..u")):
+    with pytest.raises(InputError, match=re.escape(f"message 0 (user): its text holds {word!r}")):
         quick_side.request(f"what is {word}?")
 
 
