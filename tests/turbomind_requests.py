@@ -45,7 +45,7 @@ def file_bytes(picture: Image.Image, kind: str = "PNG", **options: Any) -> bytes
     return buffer.getvalue()
 
 
-def user(*parts: dict[str, Any]) -> Message:
+def user(*parts: Any) -> Message:
     return {"role": "user", "content": list(parts)}
 
 

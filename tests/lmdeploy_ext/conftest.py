@@ -58,7 +58,7 @@ def released_side(released_gemma3: Path, tiny_gemma3_bundle: Bundle) -> LMDeploy
     facts = {**tiny_gemma3_bundle.manifest.facts, **{fact: config[entry] for fact, entry in ids.items()}}
     manifest = replace(tiny_gemma3_bundle.manifest, facts=facts)
     encoder = open_encoder(replace(tiny_gemma3_bundle, manifest=manifest), device="cpu")
-    encoder.encode_pixels = sampled_features  # type: ignore[method-assign]
+    encoder.encode_pixels = sampled_features
 
     def build_model(self: CompiledVisionModel, trust_remote_code: bool = False) -> None:
         self.encoder = encoder

@@ -29,7 +29,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a role of LMDeploy's own": ([{"role": "forward", "content": "x"}, user(image(A))], "the chat template"),
     "a content that is a number": ([{"role": "user", "content": 5}], r"message 0 \(user\): its content is a int"),
     "a content that is one part": ([{"role": "user", "content": text("x")}], r"message 0 \(user\): .* a dict"),
-    "a part that is a string": ([user("hello", image(A))], r"message 0 \(user\): a part is a str"),  # type: ignore
+    "a part that is a string": ([user("hello", image(A))], r"message 0 \(user\): a part is a str"),
     "a part without type": ([user({"text": "x"}, image(A))], r"message 0 \(user\): a part is of type None"),
     "a part of unknown type": ([user({"type": "input_image"})], r"message 0 \(user\): a part is of type 'input_image'"),
     "a video": (
