@@ -9,6 +9,7 @@ from typing import Any
 from turbovit.engines.errors import InputError
 
 IMAGE_MARKER = "<IMAGE_TOKEN>"  # LMDeploy's documented way to say in a text where an image stands
+_IMAGE_KINDS = ("image", "image_url", "image_data")  # all LMDeploy loads; loaded ones are of the first kind
 _IMAGE_ROLES = ("user", "tool")  # LMDeploy loads the images of no other role
 
 
@@ -149,16 +150,26 @@ def _part(part: Any, role: str, message: str, number: int) -> Part:
         return _text(part["text"], message)
     if kind == "text" and _are_ids(part.get("text")):
         return TokenIds(part["text"])
-    if isinstance(kind, str) and kind.startswith("image"):
+    if kind in _IMAGE_KINDS:
         if role not in _IMAGE_ROLES:
             raise InputError(
                 f"{message}, image {number}: only messages of the roles {', '.join(_IMAGE_ROLES)} can hold images"
             )
+        if _is_overwritten(part, kind):
+            raise InputError(f"{message}, image {number}: a second 'type' or 'data' stands beside its source")
         return ImagePart(part.get("data"), f"{message}, image {number}")
     if kind == "text":
         raise InputError(f"{message}: a text part holds {type(part.get('text')).__name__}, expected text or token ids")
     shown = f"of type {kind!r}" if isinstance(part, Mapping) else f"a {type(part).__name__}"
     raise InputError(f"{message}: a part is {shown}, expected a text or an image")
+
+
+def _is_overwritten(part: Mapping[str, Any], kind: str) -> bool:
+    """Whether LMDeploy would put entries that a client sent over the image that it loads."""
+    source = part.get(kind)
+    if isinstance(source, Mapping):
+        return "type" in source or ("data" in source and bool(source.get("url")))
+    return source is not None and "data" in part
 
 
 def _text(text: str, message: str) -> Text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from turbomind_requests import data_url, file_bytes, noise
 
@@ -13,7 +13,19 @@ from turbovit.engines.errors import InputError
 
 URL = data_url(file_bytes(noise(5, 4, 0)))
 BOI = "<start_of_image>"
-TYPES = ["text", "image", "image_url", "image_data", "video", "video_url", "audio", "time_series_url", "image_file", "input_text", ""]
+TYPES = [
+    "text",
+    "image",
+    "image_url",
+    "image_data",
+    "video",
+    "video_url",
+    "audio",
+    "time_series_url",
+    "image_file",
+    "input_text",
+    "",
+]
 
 scalars = st.one_of(
     *(st.none(), st.booleans(), st.integers(-1, 2000), st.floats(allow_nan=True)),
@@ -32,19 +44,29 @@ good_parts = st.one_of(
     st.builds(lambda value: {"type": "text", "text": value}, texts),
     st.just({"type": "image_url", "image_url": {"url": URL}}),
 )
+
+
+def over(kind: str, value: Any) -> dict[str, Any]:
+    """An image's URL with entries that LMDeploy would put over its own."""
+    return {"url": URL, "type": kind, "text": value}
+
+
 odd_parts = st.builds(
     lambda kind, value, more: {"type": kind, kind: value, **more},
     st.sampled_from(TYPES),
-    st.one_of(junk, st.builds(dict, url=st.just(URL), data=junk), st.builds(dict, url=st.just(URL), type=st.text())),
+    st.one_of(junk, st.builds(dict, url=st.just(URL), more=junk), st.builds(over, st.sampled_from(TYPES), junk)),
     st.dictionaries(st.sampled_from(["text", "data", "url"]), junk, max_size=1),
 )
-contents = st.one_of(texts, st.lists(good_parts, max_size=3), st.lists(st.one_of(good_parts, odd_parts), max_size=3), junk)
+contents = st.one_of(
+    texts, st.lists(good_parts, max_size=3), st.lists(st.one_of(good_parts, odd_parts), max_size=3), junk
+)
 orders = [["user"], ["user", "assistant"], ["user", "assistant", "user"], ["system", "user"], ["user", "tool", "user"]]
 
 
 @st.composite
 def chats(draw: st.DrawFn) -> list[dict[str, Any]]:
-    roles = draw(st.one_of(st.sampled_from(orders), st.lists(scalars, max_size=2)))
+    odd = draw(st.integers(0, 9)) == 0
+    roles = draw(st.lists(scalars, max_size=2) if odd else st.sampled_from(orders))
     messages = [{"role": role, "content": draw(contents)} for role in roles]
     return messages if draw(st.integers(0, 9)) else [draw(st.dictionaries(st.just("role"), scalars)), *messages]
 
@@ -56,12 +78,9 @@ def test_junk_is_answered_or_refused(
 ) -> None:
     try:
         request = quick_side.request(messages, do_preprocess=do_preprocess)
-    except InputError as refusal:
-        event("refused")
-        assert 0 < len(str(refusal)) < 2000
-    else:
-        event("answered")
-        assert len(request.get("input_embeddings", [])) == sum(map(images_in, messages))
+    except InputError:
+        return
+    assert len(request.get("input_embeddings", [])) == sum(map(images_in, messages))  # none is dropped
 
 
 def images_in(message: dict[str, Any]) -> int:

@@ -31,6 +31,10 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a content that is one part": ([{"role": "user", "content": text("x")}], r"message 0 \(user\): .* a dict"),
     "a part that is a string": ([user("hello", image(A))], r"message 0 \(user\): a part is a str"),
     "a part without type": ([user({"text": "x"}, image(A))], r"message 0 \(user\): a part is of type None"),
+    "a part that is nearly an image": (
+        [user(image(A), {"type": "image_file"})],
+        r"message 0 \(user\): a part is of type 'image_file'",
+    ),
     "a part of unknown type": ([user({"type": "input_image"})], r"message 0 \(user\): a part is of type 'input_image'"),
     "a video": (
         [user(text("x"), VIDEO)],
@@ -48,6 +52,18 @@ BAD: dict[str, tuple[list[Any], str]] = {
         r"message 1 \(assistant\), image 1: only messages of the roles user, tool can hold images",
     ),
     "an image without data": ([user(image(A), {"type": "image_url"})], r"message 0 \(user\), image 2: "),
+    "an image of two sources": (
+        [user({"type": "image_url", "image_url": {"url": "/a.png", "data": "/b.png"}})],
+        r"message 0 \(user\), image 1: a second 'type' or 'data'",
+    ),
+    "an image with data beside it": (
+        [user({"type": "image", "image": "/a.png", "data": "/b.png"})],
+        r"message 0 \(user\), image 1: a second 'type' or 'data'",
+    ),
+    "an image that becomes a text": (
+        [user({"type": "image_url", "image_url": {"url": "/a.png", "type": "text", "text": "x"}})],
+        r"message 0 \(user\), image 1: a second 'type' or 'data'",
+    ),
     "an image that is a number": ([user(text("x"), image(A), image(5))], r"message 0 \(user\), image 2: .*got int"),
     "an image of another kind": (
         [user(image(np.zeros((4, 4)))), assistant("x")],
