@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from turbovit.engines.commands import build_command
 from turbovit.engines.errors import BundleError
 from turbovit.engines.store import file_sha256
 
@@ -206,7 +207,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, UnicodeDecodeError) as error:
         raise BundleError(
             f"{folder} is not a turbovit bundle: {MANIFEST} cannot be read ({error}); "
-            f"make one with: turbovit build MODEL -o {folder}"
+            f"make one with: {build_command('MODEL', folder)}"
         ) from None
     try:
         data = json.loads(text)
@@ -262,4 +263,4 @@ def _check_file(path: Path, entry: FileEntry, remedy: str, use_hash_cache: bool)
 
 
 def _rebuild(folder: Path, model: str = "MODEL") -> str:
-    return f"delete {folder} and build it again: turbovit build {model} -o {folder}"
+    return f"delete {folder} and build it again: {build_command(model, folder)}"

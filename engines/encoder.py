@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from turbovit.engines.bundle import Bundle, Engine, open_bundle
+from turbovit.engines.commands import build_command
 from turbovit.engines.errors import BundleError, InputError, RuntimeUnavailableError, TurbovitError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.images import ImageLike
@@ -160,5 +161,5 @@ def _engine(bundle: Bundle, runtime: str, device: torch.device) -> Engine:
     there = ", ".join(f"{engine.runtime} {engine.precision}" for engine in bundle.manifest.engines) or "none"
     raise BundleError(
         f"{bundle.path} holds no engine for {runtime} (it has: {there}): add one with "
-        f"turbovit build {bundle.manifest.source.name} -o {bundle.path} --runtime {runtime}"
+        f"{build_command(bundle.manifest.source.name, bundle.path, runtime)}"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -69,11 +69,11 @@ class Qwen3VLPreprocessor(Preprocessor):
         return Pixels(pixels.rows, pixels.group, pixels.runs, pixels.grid, self._timestamps(video))
 
     def inputs_from_rows(self, rows: Tensor, group: Hashable) -> dict[str, Tensor]:
-        height, width = group  # type: ignore[misc]
+        height, width = cast(tuple[int, int], group)
         return {"pixels": rows, **grid_inputs(height, width, self._merge, self._side)}
 
     def max_rows(self, group: Hashable) -> int:
-        height, width = group  # type: ignore[misc]
+        height, width = cast(tuple[int, int], group)
         return max(1, _PATCHES_A_RUN // (height * width))
 
     def encoded_from_rows(self, outputs: Mapping[str, Tensor], pixels: Pixels) -> Encoded:

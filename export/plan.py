@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from turbovit.engines.bundle import MANIFEST, Manifest, read_manifest
+from turbovit.engines.commands import build_command
 from turbovit.engines.encoder import RUNNERS
 from turbovit.engines.errors import BuildError, BundleError, RuntimeUnavailableError
 from turbovit.engines.families import FamilyRow, family_from_architecture, load
@@ -108,9 +109,9 @@ def bundle_from_name(name: str) -> Path:
     return found
 
 
-def no_bundle(model: str | Path) -> BundleError:
-    """The error where a model has no bundle."""
-    return BundleError(f"there is no engine bundle for {model}: build it with: turbovit build {model}")
+def no_bundle(model: str | Path, otherwise: str = "") -> BundleError:
+    """The error where a model has no bundle; `otherwise` is what else can be done."""
+    return BundleError(f"there is no engine bundle for {model}: build it with: {build_command(model)}{otherwise}")
 
 
 def require_fit(model: str | Path, bundle: str | Path) -> None:
@@ -124,7 +125,7 @@ def require_fit(model: str | Path, bundle: str | Path) -> None:
     if _fingerprint(manifest) != _fingerprint_of(model):
         raise BundleError(
             f"{bundle} was built from {manifest.source.name}, and the vision weights or config of {model} are others: "
-            f"turbovit build {model}"
+            f"build one of them: {build_command(model)}"
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from turbovit.export.samples import LONGEST_RUN, Merge, Shape, random_tensor, save_tensors, word_merges, write_json
+from turbovit.export.samples import Shape, byte_level_bpe, random_tensor, save_tensors, write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,8 +26,6 @@ _BOXES = [f"<|{kind}_{side}|>" for kind in ("object_ref", "box", "quad") for sid
 _SPECIAL = [*_TURNS, *_BOXES, *_VISION]
 _CODE = [f"<|{name}|>" for name in ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")]
 _PLAIN = ["<tool_call>", "</tool_call>", *_CODE, "<tool_response>", "</tool_response>", "<think>", "</think>"]
-# What a byte-level vocabulary calls a space and a newline.
-_SPACE, _NEWLINE = "Ġ", "Ċ"
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -37,6 +35,8 @@ _IMAGE_PIXELS = (65536, 16777216)
 _VIDEO_PIXELS = (4096, 25165824)
 _CONTEXT = 262144
 _TEXT_LAYERS = 4
+# Else attention is so flat that the features with wrong 2D rope would pass a bfloat16 certificate.
+_QUERY_KEY_GAIN = 1.5
 
 CHAT_TEMPLATE = """\
 {%- set seen = namespace(images=0, videos=0) -%}
@@ -82,7 +82,7 @@ CHAT_TEMPLATE = """\
             {%- set call = call.function or call -%}
             {%- set arguments = call.arguments if call.arguments is string else call.arguments | tojson -%}
             {{- '\\n' if turn.content or not loop.first else '' -}}
-            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' + arguments + '}\\n</tool_call>' -}}
+            {{- '<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' ~ arguments ~ '}\\n</tool_call>' -}}
         {%- endfor -%}
         {{- '<|im_end|>\\n' -}}
     {%- elif turn.role == 'tool' -%}
@@ -129,31 +129,20 @@ def write_sample(folder: Path, size: str, seed: int) -> None:
     Raises:
         OSError, safetensors.SafetensorError: a file cannot be written.
     """
-    _write(folder, size, seed, _config(_SIZES[size], _tokenizer()))
+    tokenizer = _tokenizer()
+    _write(folder, size, seed, tokenizer, _config(_SIZES[size], tokenizer))
 
 
 def write_moe_sample(folder: Path, size: str, seed: int) -> None:
     """Write a `Qwen3VLMoeForConditionalGeneration` checkpoint with float32 weights.
 
-    As `write_sample`, but for the text side, and that ``full`` is the vision side of 30B-A3B.
+    As `write_sample`, but for the text side, and that ``full`` has the vision side of the 30B-A3B model.
     """
-    config = _config(_MOE_SIZES[size], _tokenizer())
-    for part in (config, config["text_config"], config["vision_config"]):
-        part["model_type"] = part["model_type"].replace("qwen3_vl", "qwen3_vl_moe")
-    config["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
-    config["text_config"] |= {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": _MOE_SIZES[size].expert_inner,
-        "norm_topk_prob": True,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    _write(folder, size, seed, config)
-
-
-def _write(folder: Path, size: str, seed: int, config: dict[str, Any]) -> None:
     tokenizer = _tokenizer()
+    _write(folder, size, seed, tokenizer, _moe_config(_MOE_SIZES[size], tokenizer))
+
+
+def _write(folder: Path, size: str, seed: int, tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     end_of_text, end_of_turn = config["text_config"]["bos_token_id"], config["text_config"]["eos_token_id"]
     files = {
         "config.json": config,
@@ -177,31 +166,15 @@ def _write(folder: Path, size: str, seed: int, config: dict[str, Any]) -> None:
 
 
 def _tokenizer() -> Tokenizer:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import AddedToken, normalizers, processors
 
-    merges = [*_run_merges(), *word_merges(_SPACE)]
-    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
-    vocabulary = {entry: index for index, entry in enumerate(dict.fromkeys(entries))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer = byte_level_bpe(_PIECES)
     tokenizer.normalizer = normalizers.NFC()
-    byte_level = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_PIECES), "isolated"), pre_tokenizers.ByteLevel(**byte_level)]
-    )
-    tokenizer.post_processor = processors.ByteLevel(**byte_level)
-    tokenizer.decoder = decoders.ByteLevel(**byte_level)
+    tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     special = [_END_OF_TEXT, *_SPECIAL]
-    tokenizer.add_tokens(
-        [AddedToken(token, normalized=False, special=token in special) for token in [*special, *_PLAIN]]
-    )
+    tokens = [*special, *_PLAIN]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=token in special) for token in tokens])
     return tokenizer
-
-
-def _run_merges() -> list[Merge]:
-    """Runs of spaces and of newlines, and a mark with the newlines after it: text tokenised in parts shows."""
-    # Longest first: (a run, one more) must win over starting another run of two.
-    runs = [(mark * length, mark) for mark in (_SPACE, _NEWLINE) for length in range(LONGEST_RUN - 1, 0, -1)]
-    return runs + [(mark, _NEWLINE * length) for mark in ".:?!>" for length in (1, 2)]
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -291,6 +264,22 @@ def _config(sizes: _Sizes, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
+def _moe_config(sizes: _Sizes, tokenizer: Tokenizer) -> dict[str, Any]:
+    config = _config(sizes, tokenizer)
+    for part in (config, config["text_config"], config["vision_config"]):
+        part["model_type"] = part["model_type"].replace("qwen3_vl", "qwen3_vl_moe")
+    config["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
+    config["text_config"] |= {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": sizes.expert_inner,
+        "norm_topk_prob": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    return config
+
+
 def _shapes(config: dict[str, Any]) -> dict[str, Shape]:
     import transformers
 
@@ -305,12 +294,13 @@ def _shapes(config: dict[str, Any]) -> dict[str, Shape]:
 def _weight(name: str, shape: Shape, seed: int) -> Tensor:
     """Scales that keep activations near 1, so that every weight has a say in the features and the logits."""
     std, mean = None, 0.0
-    if name.endswith("pos_embed.weight"):
-        std = 0.5  # beside patches of about that size
-    elif name.endswith("embed_tokens.weight"):
-        std = 0.5  # beside features of about that size
+    if name.endswith(("pos_embed.weight", "embed_tokens.weight")):
+        std = 0.5  # beside patches and features of about that size
     elif ".experts." in name:
         std = shape[1] ** -0.5
     elif len(shape) == 1 and name.endswith(".weight"):
         mean = 1.0  # a LayerNorm's or RMSNorm's
-    return random_tensor(name, shape, seed, mean, std)
+    weight = random_tensor(name, shape, seed, mean, std)
+    if name.endswith("attn.qkv.weight"):
+        weight[: 2 * shape[1]] *= _QUERY_KEY_GAIN
+    return weight

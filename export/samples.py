@@ -154,6 +154,31 @@ def byte_fallback_bpe(first: Iterable[str], last: Iterable[str], unknown: str) -
     return tokenizer
 
 
+def byte_level_bpe(*pieces: str) -> Tokenizer:
+    """A BPE tokenizer over bytes, with merges for a few English words and for runs of spaces and of newlines.
+
+    A mark and the newlines after it are one token too, so that a text tokenised in parts may get other ids. There
+    is neither a normalizer nor a post-processor nor an added token yet.
+
+    Args:
+        pieces: regular expressions; one after the other, their matches become pieces that no merge reaches across.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    space, newline = "Ġ", "Ċ"  # what the alphabet of bytes has for them
+    # Longest first, as above.
+    merges = [(mark * length, mark) for mark in (space, newline) for length in range(LONGEST_RUN - 1, 0, -1)]
+    merges += [(mark, newline * length) for mark in ".:?!>" for length in (1, 2)] + word_merges(space)
+    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
+    vocabulary = {entry: index for index, entry in enumerate(dict.fromkeys(entries))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    splits = [pre_tokenizers.Split(Regex(piece), "isolated") for piece in pieces]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def word_merges(space: str) -> list[Merge]:
     """Merges that build English words letter by letter, then put `space` before each, the longest first."""
     letters = dict.fromkeys((word[:end], word[end]) for word in _WORDS for end in range(1, len(word)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from turbovit.engines.bundle import Bundle, Engine, Manifest
+from turbovit.engines.commands import build_command
 from turbovit.engines.errors import CheckpointError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.runner import Runner
@@ -37,7 +38,7 @@ class TorchRunner(Runner):
             raise CheckpointError(
                 f"the vision weights or settings in {source.name} are no longer those of {bundle.path}: sha256 of the "
                 f"weights {found.tensors_sha256[:12]}..., expected {source.tensors_sha256[:12]}...; "
-                f"build a bundle of them: turbovit build {source.name}"
+                f"build a bundle of them: {build_command(source.name)}"
             )
         return cls(bundle.manifest, engine, device, load_tower(tower_class, spec, checkpoint).to(device))
 

@@ -200,7 +200,7 @@ class CompiledVisionModel:
             from turbovit.export.build import build
 
             return build(self.model_path, report=logger.info).bundle.path
-        raise no_bundle(self.model_path)
+        raise no_bundle(self.model_path, f" (or set {AUTO_BUILD_VARIABLE}=1 to build it at the first start)")
 
 
 def _messages(prompt: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

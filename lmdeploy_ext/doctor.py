@@ -8,6 +8,7 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from turbovit.engines.commands import build_command
 from turbovit.engines.errors import TurbovitError
 from turbovit.lmdeploy_ext.capability import State, language_findings
 
@@ -102,7 +103,7 @@ def _model(model: str) -> list[Diagnosis]:
     except TurbovitError as error:
         found.append(Diagnosis("vision half", "vision weights", "missing", str(error)))
     else:
-        detail = str(bundle) if bundle else f"build it: turbovit build {model}"
+        detail = str(bundle) if bundle else f"build it: {build_command(model)}"
         found.append(Diagnosis("vision half", "bundle in the store", "have" if bundle else "missing", detail))
     findings = language_findings(architecture)
     found += [Diagnosis("TurboMind language half", finding.what, finding.state, "") for finding in findings]
