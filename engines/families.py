@@ -34,6 +34,15 @@ class FamilyRow:
     reference: str
 
 
+# Dense and MoE differ in the language half alone; LMDeploy has one class for both.
+_QWEN3_VL = {
+    "tower": "turbovit.export.qwen3_vl:Qwen3VLTower",
+    "preprocessor": "turbovit.engines.qwen3_vl:Qwen3VLPreprocessor",
+    "vision_model": "turbovit.lmdeploy_ext.qwen3_vl:CompiledQwen3VL",
+    "registry_name": "Qwen3VLModel",
+    "reference": "turbovit.benchmarks.reference_qwen3_vl:Qwen3VLReference",
+}
+
 FAMILIES = (
     FamilyRow(
         name="gemma3",
@@ -44,6 +53,18 @@ FAMILIES = (
         registry_name="Gemma3VisionModel",
         sample="turbovit.export.sample_gemma3:write_sample",
         reference="turbovit.benchmarks.reference_gemma3:Gemma3Reference",
+    ),
+    FamilyRow(
+        name="qwen3_vl",
+        architectures=("Qwen3VLForConditionalGeneration",),
+        sample="turbovit.export.sample_qwen3_vl:write_sample",
+        **_QWEN3_VL,
+    ),
+    FamilyRow(
+        name="qwen3_vl_moe",
+        architectures=("Qwen3VLMoeForConditionalGeneration",),
+        sample="turbovit.export.sample_qwen3_vl:write_moe_sample",
+        **_QWEN3_VL,
     ),
 )
 

@@ -60,13 +60,14 @@ class Encoded:
         features: [tokens, hidden], in prompt order.
         runs: as in `Pixels`: how the tokens are spread over the prompt.
         deepstack: [levels, tokens, hidden], for families that have it.
-        grid: as in `Pixels`.
+        grid, timestamps: as in `Pixels`.
     """
 
     features: torch.Tensor
     runs: tuple[int, ...]
     deepstack: torch.Tensor | None = None
     grid: Grid | None = None
+    timestamps: tuple[float, ...] = ()
 
     @property
     def embeddings(self) -> list[torch.Tensor]:
@@ -88,14 +89,14 @@ class Preprocessor(ABC):
         """Load from a bundle's processor files and the facts of its manifest."""
 
     @abstractmethod
-    def pixels_from_image(self, image: ImageLike) -> Pixels:
-        """Resize, crop or tile one image.
+    def pixels_from_image(self, image: ImageLike, **options: Any) -> Pixels:
+        """Resize, crop or tile one image; families say which options they have.
 
         Raises:
             InputError: the image cannot be used; says why.
         """
 
-    def pixels_from_video(self, video: Video) -> Pixels:
+    def pixels_from_video(self, video: Video, **options: Any) -> Pixels:
         """Resize and cut one video.
 
         Raises:

@@ -18,7 +18,7 @@ from turbovit.engines.errors import InputError
 from turbovit.engines.images import ImageLike, rgb_from_image
 from turbovit.engines.preprocessor import Encoded, Grid, Pixels, Preprocessor, Video
 
-_UINT8 = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
+_UINT8: Mapping[str, Any] = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
 # Patches of one engine run: what one image may have. More frames than that go in several runs.
 _PATCHES_A_RUN = 16384
 # What a video without one is taken to have; Qwen3VLProcessor does the same.
@@ -48,7 +48,7 @@ class Qwen3VLPreprocessor(Preprocessor):
             size: ``shortest_edge`` and ``longest_edge``, in pixels of the whole image, instead of the processor's.
         """
         rgb = rgb_from_image(image, self.alpha)
-        options = _UINT8 if size is None else {**_UINT8, "size": dict(size)}
+        options = {**_UINT8, **_size_option(self._image_processor, size)}
         output = _processed(self._image_processor, rgb, options)
         (grid,) = output["image_grid_thw"].tolist()
         return self._pixels(output["pixel_values"], (grid[0], grid[1], grid[2]))
@@ -60,9 +60,8 @@ class Qwen3VLPreprocessor(Preprocessor):
             size: as in `pixels_from_image`, for all frames together.
         """
         frames = torch.from_numpy(video.frames).permute(0, 3, 1, 2)  # [frames, 3, height, width]
-        options = {**_UINT8, **self._video_options, "do_sample_frames": False, "do_resize": True}
-        if size is not None:
-            options["size"] = dict(size)
+        options: dict[str, Any] = {**_UINT8, **self._video_options, "do_sample_frames": False, "do_resize": True}
+        options |= _size_option(self._video_processor, size)
         output = _processed(self._video_processor, [frames], options)
         (grid,) = output["video_grid_thw"].tolist()
         pixels = self._pixels(output["pixel_values_videos"], (grid[0], grid[1], grid[2]))
@@ -79,7 +78,7 @@ class Qwen3VLPreprocessor(Preprocessor):
     def encoded_from_rows(self, outputs: Mapping[str, Tensor], pixels: Pixels) -> Encoded:
         levels = [tensor.flatten(0, 1) for name, tensor in sorted(outputs.items()) if name != "features"]
         deepstack = torch.stack(levels) if levels else None
-        return Encoded(outputs["features"].flatten(0, 1), pixels.runs, deepstack, pixels.grid)
+        return Encoded(outputs["features"].flatten(0, 1), pixels.runs, deepstack, pixels.grid, pixels.timestamps)
 
     def _pixels(self, patches: Tensor, grid: Grid) -> Pixels:
         steps, height, width = grid
@@ -130,6 +129,18 @@ def _taps(position: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
     taps = torch.stack([floor, floor + 1])
     weights = (1 - (source - taps).abs()).clamp(min=0)
     return taps.long().clamp(0, side - 1), weights
+
+
+def _size_option(processor: Any, size: Mapping[str, int] | None) -> dict[str, Any]:
+    """The processor's own size with what is given in its place."""
+    if not size:
+        return {}
+    full = {name: processor.size[name] for name in ("shortest_edge", "longest_edge")} | dict(size)
+    if full["shortest_edge"] > full["longest_edge"]:
+        raise InputError(
+            f"at least {full['shortest_edge']} and at most {full['longest_edge']} pixels contradict each other"
+        )
+    return {"size": full}
 
 
 def _processed(processor: Any, items: Any, options: Mapping[str, Any]) -> Mapping[str, Tensor]:

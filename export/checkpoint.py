@@ -137,20 +137,31 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def image_processor_config(folder: Path) -> dict[str, Any]:
-    """The image processor's settings: nested in a newer processor_config.json, else preprocessor_config.json.
-
-    Where a checkpoint has both, transformers takes the nested ones too.
+    """The image processor's settings.
 
     Raises:
-        CheckpointError: the checkpoint has neither.
+        CheckpointError: the checkpoint has none.
     """
+    config = _processor_config(folder, "image_processor", "preprocessor_config.json")
+    if config is None:
+        raise CheckpointError(
+            f"{folder} has no preprocessor_config.json: download the processor files of the model too"
+        )
+    return config
+
+
+def video_processor_config(folder: Path) -> dict[str, Any] | None:
+    """The video processor's settings; None where the checkpoint has none."""
+    return _processor_config(folder, "video_processor", "video_preprocessor_config.json")
+
+
+def _processor_config(folder: Path, key: str, file: str) -> dict[str, Any] | None:
+    """Nested in a newer processor_config.json, else in a file of its own; transformers looks in the same order."""
     if (folder / "processor_config.json").is_file():
-        nested = read_json(folder / "processor_config.json").get("image_processor")
+        nested = read_json(folder / "processor_config.json").get(key)
         if isinstance(nested, dict):
             return nested
-    if (folder / "preprocessor_config.json").is_file():
-        return read_json(folder / "preprocessor_config.json")
-    raise CheckpointError(f"{folder} has no preprocessor_config.json: download the processor files of the model too")
+    return read_json(folder / file) if (folder / file).is_file() else None
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from turbovit.engines.bundle import Source, TensorSpec
 from turbovit.engines.errors import CheckpointError, UnsupportedModelError
 from turbovit.engines.shapes import bind
-from turbovit.export.checkpoint import Checkpoint, image_processor_config
+from turbovit.export.checkpoint import Checkpoint, image_processor_config, video_processor_config
 
 T = TypeVar("T", bound="Tower")
 _SHOWN = 5
@@ -168,7 +168,11 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
         CheckpointError: vision tensors are missing, unknown or of another shape than the config says.
     """
     names = checked_names(tower, spec, checkpoint)
-    config = dataclasses.asdict(spec) | {"image_processor": image_processor_config(checkpoint.folder)}
+    processors = {
+        "image_processor": image_processor_config(checkpoint.folder),
+        "video_processor": video_processor_config(checkpoint.folder),
+    }
+    config = dataclasses.asdict(spec) | {name: settings for name, settings in processors.items() if settings}
     local = Path(checkpoint.name)
     return Source(
         name=str(local.resolve()) if local.is_dir() else checkpoint.name,

@@ -12,9 +12,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from turbovit.engines.errors import InputError, UnsupportedBackendError
 from turbovit.engines.families import FAMILIES, FamilyRow, load
 from turbovit.engines.images import rgb_from_bytes
+from turbovit.engines.preprocessor import Video
+from turbovit.lmdeploy_ext.conversation import MediaPart
 
 # What is used, as module:attribute, and the parameters that it must have.
 PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
@@ -72,15 +76,19 @@ def check() -> list[str]:
     return problems
 
 
-@functools.cache
 def vision_model_class(row: FamilyRow) -> type:
     """The family's class over LMDeploy's own, which keeps doing what is not compiled (backend pytorch)."""
+    return _vision_model_class(row.vision_model, row.registry_name)
+
+
+@functools.cache  # families that share a class share the result; a second one would be joined with the first
+def _vision_model_class(path: str, registry_name: str) -> type:
     import lmdeploy.vl.model.builder  # noqa: F401  (importing it registers LMDeploy's classes)
     from lmdeploy.vl.model.base import VISION_MODELS
 
-    compiled = load(row.vision_model)
-    stock = VISION_MODELS.get(row.registry_name)
-    return type(row.registry_name, (compiled, stock), {"__module__": compiled.__module__, "__doc__": compiled.__doc__})
+    compiled = load(path)
+    stock = VISION_MODELS.get(registry_name)
+    return type(registry_name, (compiled, stock), {"__module__": compiled.__module__, "__doc__": compiled.__doc__})
 
 
 def register_vision_models() -> None:
@@ -210,6 +218,32 @@ def takes_parts(chat_template: Any) -> bool:
     from lmdeploy.model import HFChatTemplate
 
     return isinstance(chat_template, HFChatTemplate)
+
+
+def video_from_part(part: MediaPart) -> Video:
+    """A video as LMDeploy's loaders give it: frames and ``video_metadata``.
+
+    Raises:
+        InputError: it is something else.
+    """
+    frames, metadata = part.data, part.params.get("video_metadata") or {}
+    if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
+        found = f"{frames.dtype} {list(frames.shape)}" if isinstance(frames, np.ndarray) else type(frames).__name__
+        raise InputError(f"its frames are {found}, expected a uint8 array [frames, height, width, 3]")
+    if frames.size == 0:
+        raise InputError(f"it has no frames (an array of shape {list(frames.shape)})")
+    indices = metadata.get("frames_indices")
+    indices = range(len(frames)) if indices is None else indices
+    if len(indices) != len(frames):
+        raise InputError(f"it has {len(frames)} frames and {len(indices)} frame numbers")
+    return Video(frames, metadata.get("fps"), tuple(int(index) for index in indices))
+
+
+def tokenizer(model_path: str) -> Any:
+    """LMDeploy's tokenizer of a model."""
+    from lmdeploy.tokenizer import Tokenizer
+
+    return Tokenizer(model_path)
 
 
 def _template(processor: Any, do_preprocess: bool, adapter_name: str | None = None) -> Any:

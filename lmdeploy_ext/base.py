@@ -14,7 +14,7 @@ from turbovit.engines.preprocessor import Encoded, Pixels
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.conversation import (
     Conversation,
-    ImagePart,
+    MediaPart,
     conversation_from_messages,
     raw_prompt,
     refuse_reserved,
@@ -35,13 +35,14 @@ class CompiledVisionModel:
 
     Attributes:
         reserved: strings that mark an image's place in the family's prompts; refused in texts.
-        placeholder: the one that stands for a whole image before it is expanded.
+        placeholders: what stands for a whole image (or video) before it is expanded, by kind; the kinds are those that
+            the family takes.
         bundle: the bundle's folder; None looks in ``$TURBOVIT_BUNDLE``, then in the store.
         device: where the engine shall run.
     """
 
     reserved: ClassVar[tuple[str, ...]]
-    placeholder: ClassVar[str]
+    placeholders: ClassVar[Mapping[str, str]]
 
     bundle: str | Path | None = None
     device: str = "auto"
@@ -76,8 +77,8 @@ class CompiledVisionModel:
         """
         if not self.compiled:
             return super().preprocess(messages)  # type: ignore[misc]
-        images = conversation_from_messages(messages).images
-        entries = [{"pixels": pixels, "image_tokens": sum(pixels.runs)} for pixels in map(self._pixels, images)]
+        media = self._conversation(messages).media
+        entries = [{"pixels": pixels, "image_tokens": sum(pixels.runs)} for pixels in map(self._pixels, media)]
         messages.append({"role": "preprocess", "content": entries})
         return messages
 
@@ -91,7 +92,7 @@ class CompiledVisionModel:
             return super().forward(messages, max_batch_size)  # type: ignore[misc]
         pixels: list[Pixels] = [entry["pixels"] for entry in messages[-1]["content"]]
         encoded = self.encoder.encode_pixels(pixels, max_batch_size)
-        messages.append({"role": "forward", "content": [one.features for one in encoded]})
+        messages.append({"role": "forward", "content": [one.features for one in encoded], "encoded": encoded})
         return messages
 
     def to_turbomind(
@@ -113,12 +114,9 @@ class CompiledVisionModel:
             return super().to_turbomind(  # type: ignore[misc]
                 messages, chat_template, tokenizer, tools=tools, chat_template_kwargs=chat_template_kwargs, **kwargs
             )
-        *own, preprocessed, forwarded = messages
-        runs = (entry["pixels"].runs for entry in preprocessed["content"])
-        encoded = [Encoded(features, one) for features, one in zip(forwarded["content"], runs, strict=True)]
-        conversation = conversation_from_messages(own)
+        *own, _, forwarded = messages
         return self._request_from_conversation(
-            conversation, encoded, chat_template, tokenizer, tools, chat_template_kwargs or {}
+            self._conversation(own), forwarded["encoded"], chat_template, tokenizer, tools, chat_template_kwargs or {}
         )
 
     def text_request(
@@ -130,7 +128,7 @@ class CompiledVisionModel:
         options: Mapping[str, Any],
     ) -> dict[str, Any]:
         """As `to_turbomind`, for a string or messages without images, which LMDeploy shows to no vision model."""
-        conversation = conversation_from_messages(_messages(prompt))
+        conversation = self._conversation(_messages(prompt))
         return self._request_from_conversation(conversation, (), chat_template, tokenizer, tools, options)
 
     def check_messages(self, messages: Sequence[Mapping[str, Any]], chat_template: Any) -> None:
@@ -139,7 +137,7 @@ class CompiledVisionModel:
         Raises:
             InputError: a message cannot be used, or a text holds a reserved string.
         """
-        conversation = conversation_from_messages(messages)
+        conversation = self._conversation(messages)
         if not adapter.is_raw(chat_template):
             refuse_reserved(conversation, self.reserved)
 
@@ -160,10 +158,10 @@ class CompiledVisionModel:
         tools: Sequence[Any] | None,
         options: Mapping[str, Any],
     ) -> dict[str, Any]:
-        if adapter.is_raw(chat_template) or conversation.has_token_ids:
-            prompt = raw_prompt(conversation)
-        else:
-            prompt = self._prompt(conversation, chat_template, tools, options)
+        prompt = self._prompt(conversation, chat_template, tools, options)
+        return self._request(prompt, encoded, tokenizer)
+
+    def _request(self, prompt: str | list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
         if isinstance(prompt, str):
             return self.request_from_text(prompt, encoded, tokenizer)
         refuse_unknown_ids(prompt, tokenizer)
@@ -171,20 +169,32 @@ class CompiledVisionModel:
 
     def _prompt(
         self, conversation: Conversation, chat_template: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]
-    ) -> str:
+    ) -> str | list[int]:
+        """The prompt, with one placeholder an image or video; as it stands where it is raw."""
+        if adapter.is_raw(chat_template) or conversation.has_token_ids:
+            return raw_prompt(conversation)
         refuse_reserved(conversation, self.reserved)
-        placeholder = None if adapter.takes_parts(chat_template) else self.placeholder
-        messages = template_messages(with_markers_applied(conversation), placeholder)
+        placeholders = None if adapter.takes_parts(chat_template) else self.placeholders
+        messages = template_messages(with_markers_applied(conversation), placeholders)
         try:
             return chat_template.messages2prompt(messages, tools=tools, **options)
         except Exception as error:  # templates raise TemplateError, KeyError, TypeError and more
             raise InputError(f"the chat template does not take this conversation: {error}") from error
 
-    def _pixels(self, image: ImagePart) -> Pixels:
+    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+        return conversation_from_messages(messages, tuple(self.placeholders))
+
+    def _pixels(self, part: MediaPart, options: Mapping[str, Any] | None = None) -> Pixels:
+        preprocessor = self.encoder.preprocessor
         try:
-            return self.encoder.preprocessor.pixels_from_image(image.data)
+            if part.kind == "video":
+                return preprocessor.pixels_from_video(adapter.video_from_part(part), **(options or {}))
+            return preprocessor.pixels_from_image(part.data, **(options or {}))
         except InputError as error:
-            raise InputError(f"{image.label}: {error}") from None
+            raise InputError(f"{part.label}: {error}") from None
+
+    def _fact(self, name: str) -> int:
+        return self.encoder.manifest.facts[name]
 
     def _bundle_folder(self) -> Path:
         from turbovit.export.plan import find_bundle, no_bundle, require_fit

@@ -18,11 +18,13 @@ class Need:
 
     Attributes:
         what: in words.
-        signs: names of which TurboMind's Python side would hold at least one if it had this.
+        signs: names of which at least one would be there if it had this.
+        where: ``source``: in its models and builders; ``request``: among the parameters that its requests take.
     """
 
     what: str
     signs: tuple[str, ...]
+    where: Literal["source", "request"] = "source"
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,17 @@ class Finding:
     state: State
 
 
+_QWEN3_VL = (
+    Need("three-axis rope positions (mrope) from Python", ("mrope_position_ids", "input_meta"), "request"),
+    Need("deepstack levels from Python", ("deepstack_embeds", "input_meta"), "request"),
+)
 NEEDS: dict[str, tuple[Need, ...]] = {
     "Gemma3ForConditionalGeneration": (
         Need("norms behind attention and feed-forward", ("post_feedforward_layernorm", "post_ffn_norm")),
         Need("attention in both directions within an image", ("bidirectional", "token_type_ids")),
     ),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
 }
 
 
@@ -53,12 +61,13 @@ def language_findings(architecture: str) -> tuple[Finding, ...]:
     if folder is None:
         return tuple(Finding(what, "unknown") for what in (model, embeddings, *(need.what for need in needs)))
     has_model = architecture in _supported_architectures(folder)
-    has_embeddings = {"input_embeddings", "input_embedding_ranges"} <= _request_parameters(folder)
-    source = _sources(folder)
+    parameters = _request_parameters(folder)
+    has_embeddings = {"input_embeddings", "input_embedding_ranges"} <= parameters
+    places = {"source": _sources(folder), "request": parameters}
     return (
         Finding(model, _state(has_model)),
         Finding(embeddings, _state(has_embeddings)),
-        *(Finding(need.what, _state(any(sign in source for sign in need.signs))) for need in needs),
+        *(Finding(need.what, _state(any(sign in places[need.where] for sign in need.signs))) for need in needs),
     )
 
 

@@ -9,8 +9,12 @@ from typing import Any
 from turbovit.engines.errors import InputError
 
 IMAGE_MARKER = "<IMAGE_TOKEN>"  # LMDeploy's documented way to say in a text where an image stands
-_IMAGE_KINDS = ("image", "image_url", "image_data")  # all LMDeploy loads; loaded ones are of the first kind
-_IMAGE_ROLES = ("user", "tool")  # LMDeploy loads the images of no other role
+# The types of parts, in requests and once LMDeploy has loaded them, that hold media of a kind.
+_MEDIA_KINDS = {
+    **dict.fromkeys(("image", "image_url", "image_data"), "image"),
+    **dict.fromkeys(("video", "video_url"), "video"),
+}
+_MEDIA_ROLES = ("user", "tool")  # LMDeploy loads the media of no other role
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,23 @@ class TokenIds:
 
 
 @dataclass(frozen=True)
-class ImagePart:
-    """An image part, and what it is called in error messages."""
+class MediaPart:
+    """An image or video.
 
+    Attributes:
+        kind: ``image`` or ``video``.
+        data: what LMDeploy loaded; None before it did.
+        label: what it is called in error messages.
+        params: what else LMDeploy knows of it, such as a video's metadata.
+    """
+
+    kind: str
     data: Any
     label: str
+    params: Mapping[str, Any]
 
 
-Part = Text | TokenIds | ImagePart
+Part = Text | TokenIds | MediaPart
 
 
 @dataclass(frozen=True)
@@ -65,9 +78,9 @@ class Conversation:
     turns: tuple[Turn, ...]
 
     @property
-    def images(self) -> list[ImagePart]:
-        """All images in prompt order."""
-        return [part for turn in self.turns for part in turn.parts if isinstance(part, ImagePart)]
+    def media(self) -> list[MediaPart]:
+        """All images and videos in prompt order."""
+        return [part for turn in self.turns for part in turn.parts if isinstance(part, MediaPart)]
 
     @property
     def has_token_ids(self) -> bool:
@@ -75,13 +88,18 @@ class Conversation:
         return any(isinstance(part, TokenIds) for turn in self.turns for part in turn.parts)
 
 
-def conversation_from_messages(messages: Iterable[Mapping[str, Any]]) -> Conversation:
+def conversation_from_messages(
+    messages: Iterable[Mapping[str, Any]], kinds: Sequence[str] = ("image",)
+) -> Conversation:
     """Convert, and check what does not depend on the family.
+
+    Args:
+        kinds: of media that the family takes: ``image``, ``video``.
 
     Raises:
         InputError: a content or role that cannot be used; names the message and part.
     """
-    turns = tuple(_turn(index, message) for index, message in enumerate(messages))
+    turns = tuple(_turn(index, message, kinds) for index, message in enumerate(messages))
     if not turns:
         raise InputError("there are no messages")
     return Conversation(turns)
@@ -93,7 +111,7 @@ def raw_prompt(conversation: Conversation) -> str | list[int]:
     Raises:
         InputError: there is no text, or text beside token ids.
     """
-    texts = [part for turn in conversation.turns for part in turn.parts if not isinstance(part, ImagePart)]
+    texts = [part for turn in conversation.turns for part in turn.parts if not isinstance(part, MediaPart)]
     if texts and all(isinstance(part, Text) for part in texts):
         return "".join(part.text for part in texts if isinstance(part, Text))
     if len(texts) == 1 and isinstance(texts[0], TokenIds):
@@ -126,7 +144,7 @@ def refuse_reserved(conversation: Conversation, reserved: Sequence[str]) -> None
                     )
 
 
-def _turn(index: int, message: Mapping[str, Any]) -> Turn:
+def _turn(index: int, message: Mapping[str, Any], kinds: Sequence[str]) -> Turn:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise InputError(f"message {index}: its role is {role!r}, expected a name such as 'user'")
@@ -139,33 +157,32 @@ def _turn(index: int, message: Mapping[str, Any]) -> Turn:
         )
     parts: list[Part] = []
     for part in content:
-        number = sum(isinstance(known, ImagePart) for known in parts) + 1
-        parts.append(_part(part, role, f"message {index} ({role})", number))
+        parts.append(_part(part, role, f"message {index} ({role})", kinds, parts))
     return Turn(role, tuple(parts), plain=False, extras=extras)
 
 
-def _part(part: Any, role: str, message: str, number: int) -> Part:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
+def _part(part: Any, role: str, message: str, kinds: Sequence[str], before: Sequence[Part]) -> Part:
+    given = part.get("type") if isinstance(part, Mapping) else None
+    if given == "text" and isinstance(part.get("text"), str):
         return _text(part["text"], message)
-    if kind == "text" and _are_ids(part.get("text")):
+    if given == "text" and _are_ids(part.get("text")):
         return TokenIds(part["text"])
-    if kind in _IMAGE_KINDS:
-        if role not in _IMAGE_ROLES:
-            raise InputError(
-                f"{message}, image {number}: only messages of the roles {', '.join(_IMAGE_ROLES)} can hold images"
-            )
-        if _is_overwritten(part, kind):
-            raise InputError(f"{message}, image {number}: a second 'type' or 'data' stands beside its source")
-        return ImagePart(part.get("data"), f"{message}, image {number}")
-    if kind == "text":
+    if given == "text":
         raise InputError(f"{message}: a text part holds {type(part.get('text')).__name__}, expected text or token ids")
-    shown = f"of type {kind!r}" if isinstance(part, Mapping) else f"a {type(part).__name__}"
-    raise InputError(f"{message}: a part is {shown}, expected a text or an image")
+    kind = _MEDIA_KINDS.get(given) if isinstance(given, str) else None
+    if kind not in kinds:
+        shown = f"of type {given!r}" if isinstance(part, Mapping) else f"a {type(part).__name__}"
+        raise InputError(f"{message}: a part is {shown}, expected a text or an {' or a '.join(kinds)}")
+    label = f"{message}, {kind} {sum(isinstance(known, MediaPart) and known.kind == kind for known in before) + 1}"
+    if role not in _MEDIA_ROLES:
+        raise InputError(f"{label}: only messages of the roles {', '.join(_MEDIA_ROLES)} can hold {kind}s")
+    if _is_overwritten(part, given):
+        raise InputError(f"{label}: a second 'type' or 'data' stands beside its source")
+    return MediaPart(kind, part.get("data"), label, {k: v for k, v in part.items() if k not in ("type", "data")})
 
 
 def _is_overwritten(part: Mapping[str, Any], kind: str) -> bool:
-    """Whether LMDeploy would put entries that a client sent over the image that it loads."""
+    """Whether LMDeploy would put entries that a client sent over the media that it loads."""
     source = part.get(kind)
     if isinstance(source, Mapping):
         return "type" in source or ("data" in source and bool(source.get("url")))
@@ -185,7 +202,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def _with_markers_applied(turn: Turn) -> Turn:
-    images = [part for part in turn.parts if isinstance(part, ImagePart)]
+    images = [part for part in turn.parts if isinstance(part, MediaPart) and part.kind == "image"]
     markers = sum(part.text.count(IMAGE_MARKER) for part in turn.parts if isinstance(part, Text))
     if not images or markers != len(images):
         return turn
@@ -198,4 +215,6 @@ def _with_markers_applied(turn: Turn) -> Turn:
                     parts.append(next(remaining))
                 if piece:
                     parts.append(Text(piece))
+        elif not (isinstance(part, MediaPart) and part.kind == "image"):
+            parts.append(part)
     return replace(turn, parts=tuple(parts))

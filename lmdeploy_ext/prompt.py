@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from turbovit.engines.errors import InputError
-from turbovit.lmdeploy_ext.conversation import Conversation, Text, Turn
+from turbovit.lmdeploy_ext.conversation import Conversation, MediaPart, Part, Text, Turn
 
 
-def template_messages(conversation: Conversation, placeholder: str | None) -> list[dict[str, Any]]:
+def template_messages(conversation: Conversation, placeholders: Mapping[str, str] | None) -> list[dict[str, Any]]:
     """The conversation as a chat template takes it.
 
     Args:
-        placeholder: None for a Hugging Face template, which gets lists of parts; else what stands for an image
-            in the strings that LMDeploy's own templates get.
+        placeholders: None for a Hugging Face template, which gets lists of parts; else what stands for an ``image``
+            and a ``video`` in the strings that LMDeploy's own templates get.
     """
-    return [{**turn.extras, "role": turn.role, "content": _content(turn, placeholder)} for turn in conversation.turns]
+    return [{**turn.extras, "role": turn.role, "content": _content(turn, placeholders)} for turn in conversation.turns]
 
 
-def _content(turn: Turn, placeholder: str | None) -> str | list[dict[str, str]]:
+def _content(turn: Turn, placeholders: Mapping[str, str] | None) -> str | list[dict[str, str]]:
     # Templates read only the first part of a system message, so its texts go in as one.
     if turn.plain or turn.role == "system":
         return turn.text
-    if placeholder is not None:
-        return "".join(part.text if isinstance(part, Text) else placeholder for part in turn.parts)
-    return [{"type": "text", "text": part.text} if isinstance(part, Text) else {"type": "image"} for part in turn.parts]
+    if placeholders is not None:
+        return "".join(placeholders[part.kind] if isinstance(part, MediaPart) else _text(part) for part in turn.parts)
+    return [
+        {"type": part.kind} if isinstance(part, MediaPart) else {"type": "text", "text": _text(part)}
+        for part in turn.parts
+    ]
+
+
+def _text(part: Part) -> str:
+    if not isinstance(part, Text):  # a conversation with token ids is a raw prompt, and sees no template
+        raise InputError(f"a chat template takes text, got {type(part).__name__}")
+    return part.text
 
 
 def expanded(prompt: str, placeholder: str, replacements: Sequence[str]) -> str:
@@ -78,12 +87,12 @@ def refuse_unknown_ids(ids: Sequence[int], tokenizer: Any) -> None:
             raise InputError(f"the token ids hold {token}, the tokenizer has 0 to {size - 1}")
 
 
-def runs_of(ids: Sequence[int], token: int) -> list[list[int]]:
-    """[begin, end) of every longest run of `token`."""
+def runs_of(ids: Sequence[int], tokens: Collection[int]) -> list[list[int]]:
+    """[begin, end) of every longest run of one of `tokens`."""
     runs: list[list[int]] = []
     for position, value in enumerate(ids):
-        if value == token:
-            if runs and runs[-1][1] == position:
+        if value in tokens:
+            if runs and runs[-1][1] == position and ids[position - 1] == value:
                 runs[-1][1] += 1
             else:
                 runs.append([position, position + 1])
@@ -93,20 +102,20 @@ def runs_of(ids: Sequence[int], token: int) -> list[list[int]]:
 def turbomind_request(
     prompt: str | None,
     ids: list[int],
-    token: int,
+    tokens: Collection[int],
     embeddings: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
     """TurboMind's request, once the runs of placeholder ids are known to fit the embeddings.
 
     Args:
         ids: the whole prompt, placeholders expanded.
-        token: the placeholder's id.
+        tokens: the placeholders' ids.
         embeddings: one tensor [tokens, hidden] a run, in prompt order.
 
     Raises:
         InputError: the runs are not those of the images.
     """
-    ranges = runs_of(ids, token)
+    ranges = runs_of(ids, tokens)
     found, expected = [end - begin for begin, end in ranges], [len(tensor) for tensor in embeddings]
     if found != expected:
         raise InputError(f"the prompt has runs of {found} image tokens, its images have {expected}")

@@ -1,0 +1,151 @@
+"""Qwen3-VL's prompts, positions and deepstack levels, dense and MoE.
+
+Reference: `transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor` (5.24). LMDeploy takes this family as
+new-style: what `preprocess` returns for a prompt goes to the engine as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+
+from turbovit.engines.errors import InputError
+from turbovit.engines.preprocessor import Encoded
+from turbovit.lmdeploy_ext import adapter
+from turbovit.lmdeploy_ext.base import CompiledVisionModel
+from turbovit.lmdeploy_ext.mrope import VisionSpan, mrope_positions
+from turbovit.lmdeploy_ext.prompt import ids_from_prompt, ids_from_text, turbomind_request
+
+_START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+_PADS = {_IMAGE: "image", _VIDEO: "video"}
+
+
+class CompiledQwen3VL(CompiledVisionModel):
+    """Qwen3-VL over an engine: an image is one run of tokens, a video one a temporal step."""
+
+    reserved: ClassVar[tuple[str, ...]] = (_START, _END, _IMAGE, _VIDEO, "<|vision_pad|>")
+    placeholders: ClassVar[Mapping[str, str]] = {kind: f"{_START}{pad}{_END}" for pad, kind in _PADS.items()}
+
+    tokenizer: Any
+
+    def build_model(self, trust_remote_code: bool = False) -> None:
+        super().build_model(trust_remote_code)
+        if self.compiled:
+            self.tokenizer = adapter.tokenizer(self.model_path)  # LMDeploy gives new-style models none
+
+    def get_input_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template: Any,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str | list[int]:
+        """The prompt, with one placeholder an image or video: a text, or the token ids that were sent.
+
+        Raises:
+            InputError: a message cannot be used, or a text holds a reserved string.
+        """
+        if not self.compiled:
+            return super().get_input_prompt(messages, chat_template, tools, chat_template_kwargs)  # type: ignore[misc]
+        return self._prompt(self._conversation(messages), chat_template, tools, chat_template_kwargs or {})
+
+    def preprocess(  # type: ignore[override]  (LMDeploy recognises new-style models by these parameters)
+        self,
+        messages: list[dict],
+        input_prompt: str | list[int] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """TurboMind's request for `input_prompt`; without one, as the base class does.
+
+        Args:
+            mm_processor_kwargs: for ``image`` and ``video`` each ``min_pixels`` and ``max_pixels``.
+
+        Raises:
+            InputError: an image or video cannot be used, or the prompt's placeholders are not theirs.
+        """
+        if not self.compiled:
+            return super(CompiledVisionModel, self).preprocess(messages, input_prompt, mm_processor_kwargs)  # type: ignore[misc]
+        options = {kind: self._size_option(kind, mm_processor_kwargs or {}) for kind in self.placeholders}
+        pixels = [self._pixels(part, options[part.kind]) for part in self._conversation(messages).media]
+        if input_prompt is None:
+            entries = [{"pixels": one, "image_tokens": sum(one.runs)} for one in pixels]
+            messages.append({"role": "preprocess", "content": entries})
+            return messages
+        return self._request(input_prompt, self.encoder.encode_pixels(pixels), self.tokenizer)
+
+    def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+        pieces = re.split(f"({'|'.join(map(re.escape, _PADS))})", prompt)
+        ordered = _in_prompt_order([_PADS[piece] for piece in pieces[1::2]], encoded)
+        texts = (_text(one) for one in ordered)
+        text = "".join(next(texts) if piece in _PADS else piece for piece in pieces)
+        return self._meta_request(text, ids_from_prompt(text, tokenizer), ordered)
+
+    def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+        """From ids with one placeholder an image or video, or with all of them expanded (as the reference's processor
+        does). A placeholder is a token of its own, so that what replaces it merges with nothing beside it."""
+        kinds = {self._fact(f"{kind}_token_id"): kind for kind in _PADS.values()}
+        pads = [kinds[token] for token in ids if token in kinds]
+        if len(pads) == len(encoded):
+            ordered = _in_prompt_order(pads, encoded)
+            texts = (ids_from_text(_text(one), tokenizer) for one in ordered)
+            ids = list(chain(*(next(texts) if token in kinds else [token] for token in ids)))
+        else:
+            ordered = _in_prompt_order([_kind(one) for one in encoded], encoded)
+        return self._meta_request(None, ids, ordered)
+
+    def _meta_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
+        tokens = (self._fact("image_token_id"), self._fact("video_token_id"))
+        request = turbomind_request(prompt, ids, tokens, list(chain(*(one.embeddings for one in encoded))))
+        begins = [begin for begin, _ in request.get("input_embedding_ranges", [])]
+        shapes = chain(*([self._merged(one)] * len(one.runs) for one in encoded))
+        spans = [VisionSpan(begin, rows, columns) for begin, (rows, columns) in zip(begins, shapes, strict=True)]
+        positions, delta = mrope_positions(len(ids), spans)
+        levels = [one.deepstack for one in encoded if one.deepstack is not None]
+        meta = {
+            "mrope_position_ids": positions,
+            "mrope_position_delta": delta,
+            "deepstack_embeds": list(torch.cat(levels, dim=1)) if levels else [],
+        }
+        return {**request, "input_meta": meta}
+
+    def _merged(self, one: Encoded) -> tuple[int, int]:
+        assert one.grid is not None
+        merge = self._fact("merge")
+        return one.grid[1] // merge, one.grid[2] // merge
+
+    def _size_option(self, kind: str, mm_processor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = mm_processor_kwargs.get(kind) or {}
+        names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+        size = {names[name]: given[name] for name in names if given.get(name) is not None}
+        if not all(isinstance(value, int) and value > 0 for value in size.values()):
+            raise InputError(f"mm_processor_kwargs has {given} for {kind!r}, expected positive numbers of pixels")
+        return {"size": size} if size else {}
+
+
+def _kind(one: Encoded) -> str:
+    return "video" if one.timestamps else "image"
+
+
+def _in_prompt_order(kinds: Iterable[str], encoded: Sequence[Encoded]) -> list[Encoded]:
+    """The n-th image for the n-th image placeholder, the n-th video for the n-th video placeholder."""
+    kinds = list(kinds)
+    waiting = {kind: [one for one in encoded if _kind(one) == kind] for kind in _PADS.values()}
+    for pad, kind in _PADS.items():
+        if kinds.count(kind) != len(waiting[kind]):
+            raise InputError(
+                f"the prompt has {kinds.count(kind)} x {pad!r} for {len(waiting[kind])} {kind}s: it needs one each"
+            )
+    queues = {kind: iter(members) for kind, members in waiting.items()}
+    return [next(queues[kind]) for kind in kinds]
+
+
+def _text(one: Encoded) -> str:
+    """What stands for an image or video in the prompt, inside the vision start and end that the template writes."""
+    if not one.timestamps:
+        return _IMAGE * one.runs[0]
+    steps = zip(one.timestamps, one.runs, strict=True)
+    return "".join(f"<{seconds:.1f} seconds>{_START}{_VIDEO * tokens}{_END}" for seconds, tokens in steps)
