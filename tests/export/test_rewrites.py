@@ -122,6 +122,15 @@ def test_every_attention_is_rewritten_and_counted(form: str) -> None:
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
+@pytest.mark.parametrize("form", REWRITTEN)
+def test_no_node_is_left_whose_result_nothing_reads(form: str) -> None:
+    model = ir.from_proto(exported(None, torch.float32))
+    rewrite_attention(model, form)
+    outputs = set(model.graph.outputs)
+    dead = [node.name for node in model.graph if not any(out.uses() or out in outputs for out in node.outputs)]
+    assert dead == []
+
+
 def test_the_exported_form_is_left_as_it_is() -> None:
     model = ir.from_proto(exported(None, torch.float32))
     before = ir.to_proto(model).SerializeToString(deterministic=True)
