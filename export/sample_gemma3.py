@@ -18,6 +18,8 @@ from turbovit.export.samples import (
     LONGEST_RUN,
     SPACE,
     Shape,
+    add_tokens,
+    added_tokens_decoder,
     byte_fallback_bpe,
     random_tensor,
     save_tensors,
@@ -125,7 +127,6 @@ def write_sample(folder: Path, size: str, seed: int) -> None:
 
 
 def _tokenizer() -> Tokenizer:
-    from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
     first = [*_NAMED.values(), _MASK, *_TURNS, *_RUNS]
@@ -134,7 +135,7 @@ def _tokenizer() -> Tokenizer:
     tokenizer = byte_fallback_bpe(first, last, unknown=_NAMED["unk_token"])
     added = [*first, *_IMAGE.values()]
     special = set(added) - {_MASK, *_RUNS}
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=token in special) for token in added])
+    add_tokens(tokenizer, added, special)
     bos = _NAMED["bos_token"]
     tokenizer.post_processor = TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.token_to_id(bos))]
@@ -143,12 +144,10 @@ def _tokenizer() -> Tokenizer:
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    added = sorted(tokenizer.get_added_tokens_decoder().items())
     return {
         "add_bos_token": True,
         "add_eos_token": False,
-        "added_tokens_decoder": {str(index): {flag: getattr(token, flag) for flag in flags} for index, token in added},
+        "added_tokens_decoder": added_tokens_decoder(tokenizer),
         **_NAMED,
         **_IMAGE,
         "chat_template": CHAT_TEMPLATE,

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from turbovit.export.samples import Shape, byte_level_bpe, random_tensor, save_tensors, write_json
+from turbovit.export.samples import (
+    Shape,
+    add_tokens,
+    added_tokens_decoder,
+    byte_level_bpe,
+    random_tensor,
+    save_tensors,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -166,24 +174,22 @@ def _write(folder: Path, size: str, seed: int, tokenizer: Tokenizer, config: dic
 
 
 def _tokenizer() -> Tokenizer:
-    from tokenizers import AddedToken, normalizers, processors
+    from tokenizers import normalizers, processors
 
     tokenizer = byte_level_bpe(_PIECES)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     special = [_END_OF_TEXT, *_SPECIAL]
     tokens = [*special, *_PLAIN]
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=token in special) for token in tokens])
+    add_tokens(tokenizer, tokens, special)
     return tokenizer
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    added = sorted(tokenizer.get_added_tokens_decoder().items())
     return {
         "add_bos_token": False,
         "add_prefix_space": False,
-        "added_tokens_decoder": {str(index): {flag: getattr(token, flag) for flag in flags} for index, token in added},
+        "added_tokens_decoder": added_tokens_decoder(tokenizer),
         "additional_special_tokens": _SPECIAL,
         "bos_token": None,
         "chat_template": CHAT_TEMPLATE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -177,6 +177,20 @@ def byte_level_bpe(*pieces: str) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special: Collection[str]) -> None:
+    """Add tokens that are never normalised; those of `special` are skipped on decoding."""
+    from tokenizers import AddedToken
+
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=token in special) for token in tokens])
+
+
+def added_tokens_decoder(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """The added tokens as tokenizer_config.json lists them."""
+    flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    return {str(index): {flag: getattr(token, flag) for flag in flags} for index, token in added}
 
 
 def word_merges(space: str) -> list[Merge]:
