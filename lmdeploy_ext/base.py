@@ -37,12 +37,15 @@ class CompiledVisionModel:
         reserved: strings that mark an image's place in the family's prompts; refused in texts.
         placeholders: what stands for a whole image (or video) before it is expanded, by kind; the kinds are those that
             the family takes.
+        joins_system_texts: whether the family's chat templates read only the first part of a system message, so that
+            all its texts have to be one.
         bundle: the bundle's folder; None looks in ``$TURBOVIT_BUNDLE``, then in the store.
         device: where the engine shall run.
     """
 
     reserved: ClassVar[tuple[str, ...]]
     placeholders: ClassVar[Mapping[str, str]]
+    joins_system_texts: ClassVar[bool] = True
 
     bundle: str | Path | None = None
     device: str = "auto"
@@ -77,22 +80,19 @@ class CompiledVisionModel:
         """
         if not self.compiled:
             return super().preprocess(messages)  # type: ignore[misc]
-        media = self._conversation(messages).media
-        entries = [{"pixels": pixels, "image_tokens": sum(pixels.runs)} for pixels in map(self._pixels, media)]
-        messages.append({"role": "preprocess", "content": entries})
-        return messages
+        return self._preprocessed(messages, [self._pixels(part) for part in self._conversation(messages).media])
 
     def forward(self, messages: list[dict], max_batch_size: int = 1) -> list[dict]:
-        """Append ``role='forward'`` with one tensor [tokens, hidden] an image, in prompt order.
+        """Append ``role='forward'`` with one tensor [tokens, hidden] an entry of `preprocess`, in prompt order.
 
         Args:
             max_batch_size: how many rows (crops, tiles) one engine run may have; changes no result.
         """
         if not self.compiled:
             return super().forward(messages, max_batch_size)  # type: ignore[misc]
-        pixels: list[Pixels] = [entry["pixels"] for entry in messages[-1]["content"]]
-        encoded = self.encoder.encode_pixels(pixels, max_batch_size)
-        messages.append({"role": "forward", "content": [one.features for one in encoded], "encoded": encoded})
+        encoded = self.encoder.encode_pixels(messages[-1]["pixels"], max_batch_size)
+        features = [part for one in encoded for part in one.features.split(self.entry_tokens(one.runs))]
+        messages.append({"role": "forward", "content": features, "encoded": encoded})
         return messages
 
     def to_turbomind(
@@ -141,6 +141,10 @@ class CompiledVisionModel:
         if not adapter.is_raw(chat_template):
             refuse_reserved(conversation, self.reserved)
 
+    def entry_tokens(self, runs: Sequence[int]) -> list[int]:
+        """Tokens of each of `preprocess`'s entries for an image with these runs: all of them in one entry."""
+        return [sum(runs)]
+
     def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
         """The request for a prompt that has one `placeholder` an image."""
         raise NotImplementedError
@@ -175,11 +179,22 @@ class CompiledVisionModel:
             return raw_prompt(conversation)
         refuse_reserved(conversation, self.reserved)
         placeholders = None if adapter.takes_parts(chat_template) else self.placeholders
-        messages = template_messages(with_markers_applied(conversation), placeholders)
+        messages = template_messages(with_markers_applied(conversation), placeholders, self.joins_system_texts)
         try:
             return chat_template.messages2prompt(messages, tools=tools, **options)
         except Exception as error:  # templates raise TemplateError, KeyError, TypeError and more
             raise InputError(f"the chat template does not take this conversation: {error}") from error
+
+    def _preprocessed(self, messages: list[dict], pixels: Sequence[Pixels]) -> list[dict]:
+        entries = []
+        for one in pixels:
+            tokens = self.entry_tokens(one.runs)
+            entries += [
+                {"pixels": rows, "image_tokens": number}
+                for rows, number in zip(one.rows.chunk(len(tokens)), tokens, strict=True)
+            ]
+        messages.append({"role": "preprocess", "content": entries, "pixels": pixels})
+        return messages
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
         return conversation_from_messages(messages, tuple(self.placeholders))

@@ -11,20 +11,29 @@ from turbovit.engines.errors import InputError
 from turbovit.lmdeploy_ext.conversation import Conversation, MediaPart, Part, Text, Turn
 
 
-def template_messages(conversation: Conversation, placeholders: Mapping[str, str] | None) -> list[dict[str, Any]]:
+def template_messages(
+    conversation: Conversation, placeholders: Mapping[str, str] | None, joins_system_texts: bool
+) -> list[dict[str, Any]]:
     """The conversation as a chat template takes it.
 
     Args:
         placeholders: None for a Hugging Face template, which gets lists of parts; else what stands for an ``image``
             and a ``video`` in the strings that LMDeploy's own templates get.
+        joins_system_texts: whether the texts of a system message go in as one string.
     """
-    return [{**turn.extras, "role": turn.role, "content": _content(turn, placeholders)} for turn in conversation.turns]
+    return [
+        {
+            **turn.extras,
+            "role": turn.role,
+            "content": turn.text
+            if turn.plain or (joins_system_texts and turn.role == "system")
+            else _content(turn, placeholders),
+        }
+        for turn in conversation.turns
+    ]
 
 
 def _content(turn: Turn, placeholders: Mapping[str, str] | None) -> str | list[dict[str, str]]:
-    # Templates read only the first part of a system message, so its texts go in as one.
-    if turn.plain or turn.role == "system":
-        return turn.text
     if placeholders is not None:
         return "".join(placeholders[part.kind] if isinstance(part, MediaPart) else _text(part) for part in turn.parts)
     return [

@@ -28,6 +28,7 @@ class CompiledQwen3VL(CompiledVisionModel):
     """Qwen3-VL over an engine: an image is one run of tokens, a video one a temporal step."""
 
     reserved: ClassVar[tuple[str, ...]] = (_START, _END, _IMAGE, _VIDEO, "<|vision_pad|>")
+    joins_system_texts: ClassVar[bool] = False
     placeholders: ClassVar[Mapping[str, str]] = {kind: f"{_START}{pad}{_END}" for pad, kind in _PADS.items()}
 
     tokenizer: Any
@@ -59,7 +60,8 @@ class CompiledQwen3VL(CompiledVisionModel):
         input_prompt: str | list[int] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """TurboMind's request for `input_prompt`; without one, as the base class does.
+        """TurboMind's request for `input_prompt`; without one, as the base class does, with one entry an image or
+        temporal step of a video.
 
         Args:
             mm_processor_kwargs: for ``image`` and ``video`` each ``min_pixels`` and ``max_pixels``.
@@ -72,10 +74,11 @@ class CompiledQwen3VL(CompiledVisionModel):
         options = {kind: self._size_option(kind, mm_processor_kwargs or {}) for kind in self.placeholders}
         pixels = [self._pixels(part, options[part.kind]) for part in self._conversation(messages).media]
         if input_prompt is None:
-            entries = [{"pixels": one, "image_tokens": sum(one.runs)} for one in pixels]
-            messages.append({"role": "preprocess", "content": entries})
-            return messages
+            return self._preprocessed(messages, pixels)
         return self._request(input_prompt, self.encoder.encode_pixels(pixels), self.tokenizer)
+
+    def entry_tokens(self, runs: Sequence[int]) -> list[int]:
+        return list(runs)
 
     def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
         pieces = re.split(f"({'|'.join(map(re.escape, _PADS))})", prompt)

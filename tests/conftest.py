@@ -39,16 +39,48 @@ def data() -> Path:
 @pytest.fixture(scope="session")
 def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sample checkpoint. Never changed: copy it first."""
-    from turbovit.export.samples import write_sample
-
-    folder = tmp_path_factory.mktemp("checkpoints") / "gemma3-tiny"
-    write_sample("gemma3", folder, "tiny", 0)
-    return folder
+    return _tiny("gemma3", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def tiny_gemma3_bundle(tiny_gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A bundle of `tiny_gemma3`, for at most 8 images a run. Never changed: copy it first."""
+    return _bundle_of(tiny_gemma3, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample checkpoint. Never changed: copy it first."""
+    return _tiny("qwen3_vl", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample checkpoint with a mixture of experts. Never changed: copy it first."""
+    return _tiny("qwen3_vl_moe", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl_bundle(tiny_qwen3_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle of `tiny_qwen3_vl`, with the default limits. Never changed: copy it first."""
+    return _bundle_of(tiny_qwen3_vl, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl_moe_bundle(tiny_qwen3_vl_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle of `tiny_qwen3_vl_moe`, with the default limits. Never changed: copy it first."""
+    return _bundle_of(tiny_qwen3_vl_moe, tmp_path_factory)
+
+
+def _tiny(family: str, factory: pytest.TempPathFactory) -> Path:
+    from turbovit.export.samples import write_sample
+
+    folder = factory.mktemp("checkpoints") / f"{family}-tiny"
+    write_sample(family, folder, "tiny", 0)
+    return folder
+
+
+def _bundle_of(checkpoint: Path, factory: pytest.TempPathFactory) -> Bundle:
     from turbovit.export.build import build
 
-    return build(tiny_gemma3, tmp_path_factory.mktemp("bundles") / "gemma3-tiny").bundle
+    return build(checkpoint, factory.mktemp("bundles") / checkpoint.name).bundle
