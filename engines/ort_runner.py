@@ -50,7 +50,8 @@ class OnnxRuntimeRunner(Runner):
         try:
             session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
         except Exception as error:  # onnxruntime raises a dozen unrelated types
-            raise BundleError(f"onnxruntime {onnxruntime.__version__} cannot load {path.name}: {error}") from error
+            reason = str(error).replace(str(path), path.name)  # while a bundle is built it lies elsewhere
+            raise BundleError(f"onnxruntime {onnxruntime.__version__} cannot load {path.name}: {reason}") from error
         if session.get_providers()[0] != _PROVIDERS[device.type]:
             raise RuntimeUnavailableError(
                 f"onnxruntime fell back to {session.get_providers()[0]}: {_PROVIDERS[device.type]} did not start, "

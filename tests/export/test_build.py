@@ -108,7 +108,8 @@ def test_what_does_not_run_here_is_not_run_and_never_passed(every_precision: Bun
     assert engine is not None
     assert (engine.verdict, engine.certificate) == ("not run", None)
     assert "cannot load model.bf16.multihead.onnx" in str(engine.not_run)
-    assert "MatMul" in str(engine.not_run)
+    assert "node" in str(engine.not_run)  # onnxruntime's own words, which differ from version to version
+    assert str(every_precision.path.parent) not in str(engine.not_run)  # no place that a build only passes through
 
 
 def test_adding_a_precision_leaves_all_other_files_alone(
