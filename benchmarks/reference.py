@@ -70,19 +70,25 @@ def spliced(embeddings: Tensor, request: Mapping[str, Any]) -> Tensor:
 
 
 def chat_from_lmdeploy(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation in LMDeploy's form (with PIL images as ``image_data``) in Hugging Face's."""
-    return [{"role": message["role"], "content": _parts(message.get("content"))} for message in messages]
+    """A conversation in LMDeploy's form (with PIL images as ``image_data``) in Hugging Face's.
+
+    Of videos it has the places alone: a reference gets their frames as LMDeploy loads them.
+    """
+    return [{**message, "content": _parts(message.get("content"))} for message in messages]
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
+def _parts(content: Any) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
-        return [{"type": "text", "text": content or ""}]
-    return [
-        {"type": "text", "text": part["text"]}
-        if part["type"] == "text"
-        else {"type": "image", "image": part["image_data"]["data"]}
-        for part in content
-    ]
+        return content or ""
+    return [_part(part) for part in content]
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": "text", "text": part["text"]}
+    if part["type"].startswith("video"):
+        return {"type": "video"}
+    return {"type": "image", "image": part["image_data"]["data"]}
 
 
 def float32_model(model_class: Any, checkpoint: Path) -> Any:

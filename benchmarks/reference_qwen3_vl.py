@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from turbovit.benchmarks.reference import Reference, float32_model, spliced
 
+_TEMPLATE_OPTIONS = ("add_vision_id", "tools")
 _VIDEO_OPTIONS = {"do_sample_frames": False, "cap_pixels_per_frame": False}
 
 
@@ -25,17 +28,20 @@ class Qwen3VLReference(Reference):
 
     def inputs_from_messages(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Mapping[str, Tensor]:
         """As the base class; `videos` among the options are (frames, metadata) pairs in prompt order."""
+        continues = messages[-1]["role"] == "assistant"  # LMDeploy lets the model continue such an answer
+        template = {name: options.pop(name) for name in _TEMPLATE_OPTIONS if name in options}
         prompt = self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=messages[-1]["role"] != "assistant"
+            messages, add_generation_prompt=not continues, continue_final_message=continues, **template
         )
-        images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+        parts = chain(*(message["content"] for message in messages if not isinstance(message["content"], str)))
+        images = [part["image"] for part in parts if part["type"] == "image"]
         return self.inputs_from_prompt(prompt, images, **options)
 
     def inputs_from_prompt(
         self, prompt: str, images: Sequence[Any], videos: Sequence[tuple[Any, Mapping[str, Any]]] = (), **options: Any
     ) -> Mapping[str, Tensor]:
         if videos:
-            metadata = [dict(metadata) for _, metadata in videos]
+            metadata = [copy.deepcopy(metadata) for _, metadata in videos]  # the processor changes it
             given = options.get("videos_kwargs", {})
             options["videos_kwargs"] = {**_VIDEO_OPTIONS, "video_metadata": metadata, **given}
         frames = [frames for frames, _ in videos]

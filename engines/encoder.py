@@ -38,6 +38,7 @@ class Encoder:
         self.runner = runner
         family = family_from_name(self.manifest.family)
         self.preprocessor: Preprocessor = load(family.preprocessor)(bundle.path / PROCESSOR_FOLDER, self.manifest.facts)
+        self.preprocessor.limits = self.manifest.limits
         batch_symbol = self.manifest.inputs[0].shape[0]
         self._limit = self.manifest.limits[str(batch_symbol)]
 

@@ -53,7 +53,7 @@ class Gemma3Preprocessor(Preprocessor):
             raise InputError(f"{PAN_AND_SCAN_VARIABLE}={configured!r}, expected one of {', '.join(_SWITCH)}")
         return _SWITCH[configured.lower()]
 
-    def pixels_from_image(self, image: ImageLike) -> Pixels:
+    def pixels_from_image(self, image: ImageLike) -> Pixels:  # type: ignore[override]  # it has no options
         output = self._processor(
             rgb_from_image(image, self.alpha),
             **{**PROCESSOR_OPTIONS, "do_pan_and_scan": self.pan_and_scan},

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,9 +81,11 @@ class Preprocessor(ABC):
 
     Attributes:
         alpha: what happens to transparent pixels.
+        limits: of one engine run, by symbol; an encoder sets its bundle's.
     """
 
     alpha: ClassVar[Alpha] = "white"
+    limits: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):

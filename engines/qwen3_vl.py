@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +21,10 @@ from turbovit.engines.images import ImageLike, rgb_from_image
 from turbovit.engines.preprocessor import Encoded, Grid, Pixels, Preprocessor, Video
 
 _UINT8: Mapping[str, Any] = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
-# Patches of one engine run: what one image may have. More frames than that go in several runs.
+# Patches of one engine run: frames that have more together go in several runs. A larger frame has a run alone.
 _PATCHES_A_RUN = 16384
+# One tower takes both: these are its own, or happen before it.
+_SHARED_SETTINGS = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
 # What a video without one is taken to have; Qwen3VLProcessor does the same.
 _DEFAULT_FPS = 24.0
 
@@ -29,10 +33,11 @@ class Qwen3VLPreprocessor(Preprocessor):
     """One row an image, one a temporal step of a video (two frames); rows of equal grids share engine runs."""
 
     def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):
-        from transformers import AutoImageProcessor, AutoVideoProcessor
+        from transformers import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
 
-        self._image_processor = AutoImageProcessor.from_pretrained(processor_folder)
-        self._video_processor = AutoVideoProcessor.from_pretrained(processor_folder)
+        self._image_processor = Qwen2VLImageProcessor.from_pretrained(processor_folder)
+        self._video_processor = Qwen3VLVideoProcessor.from_pretrained(processor_folder)
+        self._no_videos = _difference(self._image_processor, self._video_processor)
         self._merge = int(facts["merge"])
         self._side = int(facts["positions_side"])
         self._temporal = int(facts["temporal_patch"])
@@ -41,7 +46,9 @@ class Qwen3VLPreprocessor(Preprocessor):
             {"cap_pixels_per_frame": False} if hasattr(self._video_processor, "cap_pixels_per_frame") else {}
         )
 
-    def pixels_from_image(self, image: ImageLike, size: Mapping[str, int] | None = None) -> Pixels:
+    def pixels_from_image(  # type: ignore[override]  # options are each family's own
+        self, image: ImageLike, size: Mapping[str, int] | None = None
+    ) -> Pixels:
         """One image at its native resolution.
 
         Args:
@@ -53,14 +60,21 @@ class Qwen3VLPreprocessor(Preprocessor):
         (grid,) = output["image_grid_thw"].tolist()
         return self._pixels(output["pixel_values"], (grid[0], grid[1], grid[2]))
 
-    def pixels_from_video(self, video: Video, size: Mapping[str, int] | None = None) -> Pixels:
+    def pixels_from_video(  # type: ignore[override]
+        self, video: Video, size: Mapping[str, int] | None = None
+    ) -> Pixels:
         """A video whose frames are sampled already; resized as the reference does.
 
         Args:
             size: as in `pixels_from_image`, for all frames together.
         """
-        frames = torch.from_numpy(video.frames).permute(0, 3, 1, 2)  # [frames, 3, height, width]
+        if self._no_videos:
+            raise InputError(self._no_videos)
+        _check_video(video, self._temporal)
+        own = np.array(video.frames, order="C")  # torch takes neither read-only arrays nor reversed ones
+        frames = torch.from_numpy(own).permute(0, 3, 1, 2)  # [frames, 3, height, width]
         options: dict[str, Any] = {**_UINT8, **self._video_options, "do_sample_frames": False, "do_resize": True}
+        options["input_data_format"] = "channels_first"  # it would guess, with a warning where it can be either
         options |= _size_option(self._video_processor, size)
         output = _processed(self._video_processor, [frames], options)
         (grid,) = output["video_grid_thw"].tolist()
@@ -76,13 +90,19 @@ class Qwen3VLPreprocessor(Preprocessor):
         return max(1, _PATCHES_A_RUN // (height * width))
 
     def encoded_from_rows(self, outputs: Mapping[str, Tensor], pixels: Pixels) -> Encoded:
-        levels = [tensor.flatten(0, 1) for name, tensor in sorted(outputs.items()) if name != "features"]
+        levels = [outputs[f"deepstack_{level}"].flatten(0, 1) for level in range(len(outputs) - 1)]
         deepstack = torch.stack(levels) if levels else None
         return Encoded(outputs["features"].flatten(0, 1), pixels.runs, deepstack, pixels.grid, pixels.timestamps)
 
     def _pixels(self, patches: Tensor, grid: Grid) -> Pixels:
         steps, height, width = grid
         tokens = height * width // self._merge**2
+        most = self.limits.get("merged", tokens)
+        if tokens > most:
+            raise InputError(
+                f"its grid of {height}x{width} patches gives {tokens} tokens, this bundle was built for at most "
+                f"{most}: send a smaller one, or build it with a larger --max-pixels"
+            )
         rows = patches.unflatten(0, (steps, height * width))
         return Pixels(rows, group=(height, width), runs=(tokens,) * steps, grid=grid)
 
@@ -129,6 +149,28 @@ def _taps(position: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
     taps = torch.stack([floor, floor + 1])
     weights = (1 - (source - taps).abs()).clamp(min=0)
     return taps.long().clamp(0, side - 1), weights
+
+
+def _difference(image_processor: Any, video_processor: Any) -> str | None:
+    """Why videos cannot be taken: their processor's values are not those that the tower was built for."""
+    for name in _SHARED_SETTINGS:
+        image, video = getattr(image_processor, name), getattr(video_processor, name)
+        if np.any(np.asarray(image) != np.asarray(video)):
+            return f"the video processor's {name} is {video}, the image processor's {image}: this model takes no videos"
+    return None
+
+
+def _check_video(video: Video, temporal: int) -> None:
+    frames, indices, fps = video.frames, video.frame_indices, video.fps
+    if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
+        found = f"{frames.dtype} {list(frames.shape)}" if isinstance(frames, np.ndarray) else type(frames).__name__
+        raise InputError(f"its frames are {found}, expected a uint8 array [frames, height, width, 3]")
+    if frames.size == 0 or len(frames) < temporal:
+        raise InputError(f"its frames are an array of shape {list(frames.shape)}, expected at least {temporal} frames")
+    if len(indices) != len(frames):
+        raise InputError(f"it has {len(frames)} frames and {len(indices)} frame numbers")
+    if fps is not None and not (isfinite(fps) and fps >= 0):
+        raise InputError(f"it has {fps} frames a second, expected a positive number, or None where it is not known")
 
 
 def _size_option(processor: Any, size: Mapping[str, int] | None) -> dict[str, Any]:

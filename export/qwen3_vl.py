@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,9 @@ from turbovit.export.tower import LimitOption, Sample, Tower, one_for_all
 _VISION = "model.visual."
 _GELU = "gelu_pytorch_tanh"
 _EPS = 1e-6  # a constant in the reference too
+_THETA = 1e4  # of the 2D rope
+_STEPS = ("do_resize", "do_rescale", "do_normalize")
+_SIZES = {"patch_size": "patch", "temporal_patch_size": "temporal", "merge_size": "merge"}  # the processor's: ours
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Qwen3VLSpec:
     @property
     def side(self) -> int:
         """Learned positions along a side."""
-        return int(self.positions**0.5)
+        return isqrt(self.positions)
 
 
 class Merger(nn.Module):
@@ -104,7 +108,7 @@ class Qwen3VLTower(Tower):
         self.level_mergers = nn.ModuleList(Merger(spec, norm_after=True) for _ in spec.levels)
         with torch.device("cpu"):  # as numbers: a buffer would be no checkpoint tensor
             quarter = spec.hidden // spec.heads // 4
-            self.frequencies = (1.0 / (1e4 ** (torch.arange(quarter, dtype=torch.float32) / quarter))).tolist()
+            self.frequencies = (1.0 / (_THETA ** (torch.arange(quarter, dtype=torch.float32) / quarter))).tolist()
 
     def forward(
         self, pixels: Tensor, interp_index: Tensor, interp_weight: Tensor, patch_position: Tensor
@@ -143,11 +147,8 @@ class Qwen3VLTower(Tower):
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Qwen3VLSpec:
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-
-        vision = Qwen3VLVisionConfig.from_dict(dict(config.get("vision_config") or {}))
-        if vision.hidden_act != _GELU:
-            raise UnsupportedModelError(f"vision_config.hidden_act is {vision.hidden_act!r}, supported: {_GELU!r}")
+        vision = _vision_config(config)
+        settings = _with_defaults(preprocessor)
         spec = Qwen3VLSpec(
             hidden=vision.hidden_size,
             layers=vision.depth,
@@ -159,11 +160,11 @@ class Qwen3VLTower(Tower):
             positions=vision.num_position_embeddings,
             out=vision.out_hidden_size,
             levels=tuple(vision.deepstack_visual_indexes),
-            mean=one_for_all(preprocessor, "image_mean", 0.5),
-            std=one_for_all(preprocessor, "image_std", 0.5),
-            scale=preprocessor.get("rescale_factor", 1 / 255),
+            mean=one_for_all(settings, "image_mean", 0.5),
+            std=one_for_all(settings, "image_std", 0.5),
+            scale=settings["rescale_factor"],
         )
-        _check(spec, preprocessor)
+        _check(spec, settings)
         return spec
 
     @classmethod
@@ -250,16 +251,46 @@ class Qwen3VLTower(Tower):
         return samples
 
 
-def _check(spec: Qwen3VLSpec, preprocessor: Mapping[str, Any]) -> None:
+def _vision_config(config: Mapping[str, Any]) -> Any:
+    """With what released configs leave out."""
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+    try:
+        vision = Qwen3VLVisionConfig.from_dict(dict(config.get("vision_config") or {}))
+    except Exception as error:  # transformers checks entries in several ways
+        raise CheckpointError(f"config.json makes no sense: {' '.join(str(error).split())}") from error
+    theta = (getattr(vision, "rope_parameters", None) or {}).get("rope_theta", _THETA)
+    supported = {"hidden_act": (vision.hidden_act, _GELU), "in_channels": (vision.in_channels, 3)}
+    supported["rope_theta"] = (theta, _THETA)
+    for name, (found, expected) in supported.items():
+        if found != expected:
+            raise UnsupportedModelError(f"vision_config.{name} is {found!r}, supported: {expected!r}")
+    return vision
+
+
+def _with_defaults(preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """The image processor's settings, with its class's where they are left out."""
+    from transformers import Qwen2VLImageProcessor
+
+    names = (*_STEPS, *_SIZES, "image_mean", "image_std", "rescale_factor")
+    given = {name: value for name, value in preprocessor.items() if value is not None}
+    return {name: getattr(Qwen2VLImageProcessor, name) for name in names} | given
+
+
+def _check(spec: Qwen3VLSpec, settings: Mapping[str, Any]) -> None:
+    sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.patch, spec.temporal, spec.merge, spec.out)
     if (
-        spec.side**2 != spec.positions
+        not all(isinstance(size, int) and size > 0 for size in (*sizes, spec.positions))
+        or spec.side**2 != spec.positions
         or spec.hidden % (4 * spec.heads)
         or not set(spec.levels) <= set(range(spec.layers))
+        or len(set(spec.levels)) != len(spec.levels)
     ):
-        raise CheckpointError(f"config.json makes no sense: positions, hidden, heads and levels do not fit in {spec}")
-    sizes = {"patch_size": spec.patch, "temporal_patch_size": spec.temporal, "merge_size": spec.merge}
-    for name, value in sizes.items():
-        if preprocessor.get(name, value) != value:
-            raise CheckpointError(f"the processor's {name} is {preprocessor[name]}, the vision tower's {value}")
-    if not all(preprocessor.get(step, True) for step in ("do_resize", "do_rescale", "do_normalize")):
+        raise CheckpointError(f"config.json makes no sense: sizes, positions, heads and levels do not fit in {spec}")
+    for name, size in _SIZES.items():
+        if settings[name] != getattr(spec, size):
+            raise CheckpointError(
+                f"the processor's {name} is {settings[name]}, the vision tower's {getattr(spec, size)}"
+            )
+    if not all(settings[step] for step in _STEPS):
         raise UnsupportedModelError("the processor's do_resize, do_rescale and do_normalize must all be on")

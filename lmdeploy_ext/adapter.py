@@ -13,12 +13,13 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import torch
 
 from turbovit.engines.errors import InputError, UnsupportedBackendError
 from turbovit.engines.families import FAMILIES, FamilyRow, load
 from turbovit.engines.images import rgb_from_bytes
 from turbovit.engines.preprocessor import Video
-from turbovit.lmdeploy_ext.conversation import MediaPart
+from turbovit.lmdeploy_ext.conversation import MEDIA, MediaPart
 
 # What is used, as module:attribute, and the parameters that it must have.
 PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
@@ -28,6 +29,7 @@ PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
     "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_bytes": ("data",),
     "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_base64": ("media_type", "data"),
     "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_file": ("file_path",),
+    "lmdeploy.serve.processors.multimodal:VideoMediaIO.__init__": ("image_io", "kwargs"),
     "lmdeploy.serve.processors.multimodal:MultimodalProcessor._get_text_prompt_input": (
         "prompt",
         "do_preprocess",
@@ -113,7 +115,15 @@ def patch_image_loading() -> None:
         def load_file(self, file_path: Any) -> Any:
             return self.load_bytes(file_path.read_bytes())
 
+    class StrictVideoMediaIO(multimodal.VideoMediaIO):
+        """LMDeploy's loader; frames that are sent as images are decoded as those are."""
+
+        def __init__(self, image_io: Any, **kwargs: Any) -> None:
+            alpha = kwargs.pop(_ALPHA, None)
+            super().__init__(StrictImageMediaIO(**{_ALPHA: alpha}) if alpha else image_io, **kwargs)
+
     multimodal.ImageMediaIO = StrictImageMediaIO
+    multimodal.VideoMediaIO = StrictVideoMediaIO
 
 
 def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
@@ -227,6 +237,8 @@ def video_from_part(part: MediaPart) -> Video:
         InputError: it is something else.
     """
     frames, metadata = part.data, part.params.get("video_metadata") or {}
+    if isinstance(frames, torch.Tensor):  # of torchvision or, channels first, torchcodec
+        frames = (frames.movedim(1, 3) if frames.ndim == 4 and frames.shape[3] != 3 else frames).numpy()
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
         found = f"{frames.dtype} {list(frames.shape)}" if isinstance(frames, np.ndarray) else type(frames).__name__
         raise InputError(f"its frames are {found}, expected a uint8 array [frames, height, width, 3]")
@@ -256,18 +268,22 @@ def _template(processor: Any, do_preprocess: bool, adapter_name: str | None = No
 
 
 def _with_alpha(media_io_kwargs: dict[str, Any], alpha: str) -> dict[str, Any]:
-    given = media_io_kwargs.get("image", {})
-    if not isinstance(given, dict):
-        raise InputError(f"media_io_kwargs has {type(given).__name__} for 'image', expected a dict")
-    return {**media_io_kwargs, "image": {**given, _ALPHA: alpha}}
+    options = dict(media_io_kwargs)
+    for kind in MEDIA:
+        given = options.get(kind, {})
+        if not isinstance(given, dict):
+            raise InputError(f"media_io_kwargs has {type(given).__name__} for {kind!r}, expected a dict")
+        options[kind] = {**given, _ALPHA: alpha}
+    return options
 
 
 def _part_label(content: list[Any], number: int) -> str:
-    """``image 2`` for the second image of a message, ``part 3`` for its third part that is no image."""
-    kinds = [str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content[:number]]
-    if kinds[-1].startswith("image"):
-        return f"image {sum(kind.startswith('image') for kind in kinds)}"
-    return f"part {number} ({kinds[-1]})"
+    """``image 2`` for the second image of a message, ``part 3`` for its third part that is no image or video."""
+    types = [str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content[:number]]
+    for kind in MEDIA:
+        if types[-1].startswith(kind):
+            return f"{kind} {sum(given.startswith(kind) for given in types)}"
+    return f"part {number} ({types[-1]})"
 
 
 def _one_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ class Need:
     Attributes:
         what: in words.
         signs: names of which at least one would be there if it had this.
-        where: ``source``: in its models and builders; ``request``: among the parameters that its requests take.
+        where: ``source``: in its models and builders; ``request``: among the names that it reads of a request.
     """
 
     what: str
@@ -36,8 +36,8 @@ class Finding:
 
 
 _QWEN3_VL = (
-    Need("three-axis rope positions (mrope) from Python", ("mrope_position_ids", "input_meta"), "request"),
-    Need("deepstack levels from Python", ("deepstack_embeds", "input_meta"), "request"),
+    Need("three-axis rope positions (mrope) from Python", ("mrope_position_ids",), "request"),
+    Need("deepstack levels from Python", ("deepstack_embeds",), "request"),
 )
 NEEDS: dict[str, tuple[Need, ...]] = {
     "Gemma3ForConditionalGeneration": (
@@ -61,9 +61,9 @@ def language_findings(architecture: str) -> tuple[Finding, ...]:
     if folder is None:
         return tuple(Finding(what, "unknown") for what in (model, embeddings, *(need.what for need in needs)))
     has_model = architecture in _supported_architectures(folder)
-    parameters = _request_parameters(folder)
-    has_embeddings = {"input_embeddings", "input_embedding_ranges"} <= parameters
-    places = {"source": _sources(folder), "request": parameters}
+    request = _request_names(folder)
+    has_embeddings = {"input_embeddings", "input_embedding_ranges"} <= request
+    places = {"source": _sources(folder), "request": request}
     return (
         Finding(model, _state(has_model)),
         Finding(embeddings, _state(has_embeddings)),
@@ -112,11 +112,13 @@ def _supported_architectures(folder: Path) -> set[str]:
     return set()
 
 
-def _request_parameters(folder: Path) -> set[str]:
-    """The parameters of ``TurboMindInstance.prepare_inputs``."""
+def _request_names(folder: Path) -> set[str]:
+    """What ``TurboMindInstance.prepare_inputs`` reads: its parameters, and the keys of what they hold."""
     for node in ast.walk(ast.parse((folder / "turbomind.py").read_text())):
         if isinstance(node, ast.FunctionDef) and node.name == "prepare_inputs":
-            return {argument.arg for argument in node.args.args}
+            inside = list(ast.walk(node))
+            keys = {str(part.value) for part in inside if isinstance(part, ast.Constant)}
+            return keys | {part.arg for part in inside if isinstance(part, ast.arg)}
     return set()
 
 

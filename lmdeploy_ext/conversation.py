@@ -9,6 +9,7 @@ from typing import Any
 from turbovit.engines.errors import InputError
 
 IMAGE_MARKER = "<IMAGE_TOKEN>"  # LMDeploy's documented way to say in a text where an image stands
+MEDIA = ("image", "video")
 # The types of parts, in requests and once LMDeploy has loaded them, that hold media of a kind.
 _MEDIA_KINDS = {
     **dict.fromkeys(("image", "image_url", "image_data"), "image"),
@@ -169,21 +170,21 @@ def _part(part: Any, role: str, message: str, kinds: Sequence[str], before: Sequ
         return TokenIds(part["text"])
     if given == "text":
         raise InputError(f"{message}: a text part holds {type(part.get('text')).__name__}, expected text or token ids")
-    kind = _MEDIA_KINDS.get(given) if isinstance(given, str) else None
+    kind = _MEDIA_KINDS.get(given, "") if isinstance(given, str) else ""
     if kind not in kinds:
         shown = f"of type {given!r}" if isinstance(part, Mapping) else f"a {type(part).__name__}"
         raise InputError(f"{message}: a part is {shown}, expected a text or an {' or a '.join(kinds)}")
     label = f"{message}, {kind} {sum(isinstance(known, MediaPart) and known.kind == kind for known in before) + 1}"
     if role not in _MEDIA_ROLES:
         raise InputError(f"{label}: only messages of the roles {', '.join(_MEDIA_ROLES)} can hold {kind}s")
-    if _is_overwritten(part, given):
+    if _is_overwritten(part):
         raise InputError(f"{label}: a second 'type' or 'data' stands beside its source")
     return MediaPart(kind, part.get("data"), label, {k: v for k, v in part.items() if k not in ("type", "data")})
 
 
-def _is_overwritten(part: Mapping[str, Any], kind: str) -> bool:
+def _is_overwritten(part: Mapping[str, Any]) -> bool:
     """Whether LMDeploy would put entries that a client sent over the media that it loads."""
-    source = part.get(kind)
+    source = part.get(part["type"])
     if isinstance(source, Mapping):
         return "type" in source or ("data" in source and bool(source.get("url")))
     return source is not None and "data" in part

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turbovit.engines.errors import InputError
+
 
 @dataclass(frozen=True)
 class VisionSpan:
@@ -70,7 +72,13 @@ def request_window(request: Mapping[str, Any], begin: int, end: int) -> dict[str
 
     Returns:
         The same entries for the window alone; ranges count from its beginning, the delta is the whole request's.
+
+    Raises:
+        InputError: the window is not one of the prompt's.
     """
+    length = len(request["input_ids"])
+    if not 0 <= begin <= end <= length:
+        raise InputError(f"the window {begin} to {end} is no part of a prompt of {length} tokens")
     window: dict[str, Any] = {"input_ids": request["input_ids"][begin:end]}
     rows: list[tuple[int, int]] = []  # of all embeddings one behind the other: what the window has of each run
     embeddings, ranges, offset = [], [], 0

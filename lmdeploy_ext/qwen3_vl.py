@@ -18,10 +18,11 @@ from turbovit.engines.preprocessor import Encoded
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
 from turbovit.lmdeploy_ext.mrope import VisionSpan, mrope_positions
-from turbovit.lmdeploy_ext.prompt import ids_from_prompt, ids_from_text, turbomind_request
+from turbovit.lmdeploy_ext.prompt import ids_from_prompt, ids_from_text, runs_of, turbomind_request
 
 _START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 _PADS = {_IMAGE: "image", _VIDEO: "video"}
+_SIZES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # as LMDeploy calls them, and the processors
 
 
 class CompiledQwen3VL(CompiledVisionModel):
@@ -32,6 +33,7 @@ class CompiledQwen3VL(CompiledVisionModel):
     placeholders: ClassVar[Mapping[str, str]] = {kind: f"{_START}{pad}{_END}" for pad, kind in _PADS.items()}
 
     tokenizer: Any
+    processor: Any  # set by LMDeploy's class
 
     def build_model(self, trust_remote_code: bool = False) -> None:
         super().build_model(trust_remote_code)
@@ -54,7 +56,7 @@ class CompiledQwen3VL(CompiledVisionModel):
             return super().get_input_prompt(messages, chat_template, tools, chat_template_kwargs)  # type: ignore[misc]
         return self._prompt(self._conversation(messages), chat_template, tools, chat_template_kwargs or {})
 
-    def preprocess(  # type: ignore[override]  (LMDeploy recognises new-style models by these parameters)
+    def preprocess(  # LMDeploy recognises new-style models by these parameters
         self,
         messages: list[dict],
         input_prompt: str | list[int] | None = None,
@@ -64,7 +66,8 @@ class CompiledQwen3VL(CompiledVisionModel):
         temporal step of a video.
 
         Args:
-            mm_processor_kwargs: for ``image`` and ``video`` each ``min_pixels`` and ``max_pixels``.
+            mm_processor_kwargs: for ``image`` and ``video`` each ``min_pixels`` and ``max_pixels``; those of a video
+                are of all its frames together.
 
         Raises:
             InputError: an image or video cannot be used, or the prompt's placeholders are not theirs.
@@ -90,20 +93,27 @@ class CompiledQwen3VL(CompiledVisionModel):
     def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
         """From ids with one placeholder an image or video, or with all of them expanded (as the reference's processor
         does). A placeholder is a token of its own, so that what replaces it merges with nothing beside it."""
-        kinds = {self._fact(f"{kind}_token_id"): kind for kind in _PADS.values()}
+        kinds = self._kinds
         pads = [kinds[token] for token in ids if token in kinds]
         if len(pads) == len(encoded):
             ordered = _in_prompt_order(pads, encoded)
             texts = (ids_from_text(_text(one), tokenizer) for one in ordered)
             ids = list(chain(*(next(texts) if token in kinds else [token] for token in ids)))
         else:
-            ordered = _in_prompt_order([_kind(one) for one in encoded], encoded)
+            ordered = _in_order_of_runs([kinds[ids[begin]] for begin, _ in runs_of(ids, kinds)], encoded)
         return self._meta_request(None, ids, ordered)
 
+    @property
+    def _kinds(self) -> dict[int, str]:
+        return {self._fact(f"{kind}_token_id"): kind for kind in _PADS.values()}
+
     def _meta_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
-        tokens = (self._fact("image_token_id"), self._fact("video_token_id"))
-        request = turbomind_request(prompt, ids, tokens, list(chain(*(one.embeddings for one in encoded))))
+        kinds = self._kinds
+        request = turbomind_request(prompt, ids, kinds, list(chain(*(one.embeddings for one in encoded))))
         begins = [begin for begin, _ in request.get("input_embedding_ranges", [])]
+        found, expected = [kinds[ids[begin]] for begin in begins], [_kind(one) for one in encoded for _ in one.runs]
+        if found != expected:
+            raise InputError(f"the prompt has runs of {', '.join(found)} tokens, expected {', '.join(expected)}")
         shapes = chain(*([self._merged(one)] * len(one.runs) for one in encoded))
         spans = [VisionSpan(begin, rows, columns) for begin, (rows, columns) in zip(begins, shapes, strict=True)]
         positions, delta = mrope_positions(len(ids), spans)
@@ -121,11 +131,17 @@ class CompiledQwen3VL(CompiledVisionModel):
         return one.grid[1] // merge, one.grid[2] // merge
 
     def _size_option(self, kind: str, mm_processor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(mm_processor_kwargs, Mapping):
+            raise InputError(f"mm_processor_kwargs is {mm_processor_kwargs!r}, expected a dict")
         given = mm_processor_kwargs.get(kind) or {}
-        names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-        size = {names[name]: given[name] for name in names if given.get(name) is not None}
-        if not all(isinstance(value, int) and value > 0 for value in size.values()):
-            raise InputError(f"mm_processor_kwargs has {given} for {kind!r}, expected positive numbers of pixels")
+        if not isinstance(given, Mapping) or not given.keys() <= _SIZES.keys():
+            raise InputError(f"mm_processor_kwargs has {given!r} for {kind!r}, expected a dict of {', '.join(_SIZES)}")
+        size = {_SIZES[name]: value for name, value in given.items() if value is not None}
+        if not all(type(value) is int and value > 0 for value in size.values()):
+            raise InputError(f"mm_processor_kwargs has {given!r} for {kind!r}, expected positive numbers of pixels")
+        largest = getattr(self.processor, f"{kind}_processor").size["longest_edge"]
+        if size.get("shortest_edge", 0) > largest:  # so that a small picture is not blown up beyond all memory
+            raise InputError(f"mm_processor_kwargs has {given!r} for {kind!r}, min_pixels can be at most {largest}")
         return {"size": size} if size else {}
 
 
@@ -144,6 +160,16 @@ def _in_prompt_order(kinds: Iterable[str], encoded: Sequence[Encoded]) -> list[E
             )
     queues = {kind: iter(members) for kind, members in waiting.items()}
     return [next(queues[kind]) for kind in kinds]
+
+
+def _in_order_of_runs(kinds: Iterable[str], encoded: Sequence[Encoded]) -> list[Encoded]:
+    """As `_in_prompt_order`, where every temporal step of a video has a run of its own; what has no run comes last."""
+    runs = {
+        kind: chain(*([one, *[None] * (len(one.runs) - 1)] for one in encoded if _kind(one) == kind))
+        for kind in _PADS.values()
+    }
+    begun = [next(runs[kind], None) for kind in kinds]
+    return [one for one in chain(begun, *runs.values()) if one is not None]
 
 
 def _text(one: Encoded) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from turbomind_qwen3_vl import Pair
 
 from turbovit.engines.preprocessor import Encoded, Pixels
 
@@ -49,15 +50,39 @@ def released_gemma3(data: Path) -> Path:
 @pytest.fixture(scope="session")
 def released_side(released_gemma3: Path, tiny_gemma3_bundle: Bundle) -> LMDeploySide:
     """LMDeploy over the released files; a bundle with their token ids stands in for one of the missing weights."""
+    ids = {"boi_token_id": "boi_token_index", "eoi_token_id": "eoi_token_index", "image_token_id": "image_token_index"}
+    return released_files_side(released_gemma3, tiny_gemma3_bundle, ids)
+
+
+@pytest.fixture(scope="session")
+def qwen3_vl(tiny_qwen3_vl: Path, tiny_qwen3_vl_bundle: Bundle) -> Pair:
+    return Pair.of(tiny_qwen3_vl, tiny_qwen3_vl_bundle)
+
+
+@pytest.fixture(scope="session")
+def qwen3_vl_moe(tiny_qwen3_vl_moe: Path, tiny_qwen3_vl_moe_bundle: Bundle) -> Pair:
+    return Pair.of(tiny_qwen3_vl_moe, tiny_qwen3_vl_moe_bundle)
+
+
+@pytest.fixture(scope="session", params=["qwen3_vl", "qwen3_vl_moe"])
+def each_qwen3_vl(request: pytest.FixtureRequest) -> Pair:
+    """Dense, then MoE."""
+    return request.getfixturevalue(request.param)
+
+
+def released_files_side(folder: Path, bundle: Bundle, ids: Mapping[str, str]) -> LMDeploySide:
+    """LMDeploy over released files, and a tiny bundle without its engine.
+
+    Args:
+        ids: facts of the bundle, and the entries of the released config that take their places.
+    """
     from turbovit.benchmarks.lmdeploy_side import LMDeploySide
     from turbovit.engines.encoder import open_encoder
     from turbovit.lmdeploy_ext.base import CompiledVisionModel
 
-    config = json.loads((released_gemma3 / "config.json").read_text())
-    ids = {"boi_token_id": "boi_token_index", "eoi_token_id": "eoi_token_index", "image_token_id": "image_token_index"}
-    facts = {**tiny_gemma3_bundle.manifest.facts, **{fact: config[entry] for fact, entry in ids.items()}}
-    manifest = replace(tiny_gemma3_bundle.manifest, facts=facts)
-    encoder = open_encoder(replace(tiny_gemma3_bundle, manifest=manifest), device="cpu")
+    config = json.loads((folder / "config.json").read_text())
+    facts = {**bundle.manifest.facts, **{fact: config[entry] for fact, entry in ids.items()}}
+    encoder = open_encoder(replace(bundle, manifest=replace(bundle.manifest, facts=facts)), device="cpu")
     encoder.encode_pixels = sampled_features
 
     def build_model(self: CompiledVisionModel, trust_remote_code: bool = False) -> None:
@@ -66,7 +91,7 @@ def released_side(released_gemma3: Path, tiny_gemma3_bundle: Bundle) -> LMDeploy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledVisionModel, "build_model", build_model)
         patch.setattr("lmdeploy.vl.engine.is_bf16_supported", lambda device: True)  # else it asks the driver
-        return LMDeploySide(released_gemma3, tiny_gemma3_bundle.path)
+        return LMDeploySide(folder, bundle.path)
 
 
 @pytest.fixture(scope="session")
@@ -94,11 +119,21 @@ def quick_side(side: LMDeploySide) -> LMDeploySide:
 
 
 def sampled_features(items: Sequence[Pixels], max_batch: int | None = None) -> list[Encoded]:
-    """As `Encoder.encode_pixels`, with 64 pixels from all over the image in place of every token's features."""
+    """As `Encoder.encode_pixels`, with 64 pixels from all over a row in place of its tokens' features."""
     return [
-        Encoded(torch.cat([row.flatten()[::37633].float().expand(256, -1) for row in item.rows]), item.runs)
+        Encoded(
+            torch.cat([_sampled(row).expand(sum(item.runs) // len(item.rows), -1) for row in item.rows]),
+            item.runs,
+            grid=item.grid,
+            timestamps=item.timestamps,
+        )
         for item in items
     ]
+
+
+def _sampled(row: torch.Tensor) -> torch.Tensor:
+    values = row.flatten()
+    return values[torch.linspace(0, len(values) - 1, 64).long()].float()
 
 
 @pytest.fixture(autouse=True)
