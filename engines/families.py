@@ -55,6 +55,16 @@ FAMILIES = (
         reference="turbovit.benchmarks.reference_gemma3:Gemma3Reference",
     ),
     FamilyRow(
+        name="llama4",
+        architectures=("Llama4ForConditionalGeneration",),
+        tower="turbovit.export.llama4:Llama4Tower",
+        preprocessor="turbovit.engines.llama4:Llama4Preprocessor",
+        vision_model="turbovit.lmdeploy_ext.llama4:CompiledLlama4",
+        registry_name="LLama4VisionModel",
+        sample="turbovit.export.sample_llama4:write_sample",
+        reference="turbovit.benchmarks.reference_llama4:Llama4Reference",
+    ),
+    FamilyRow(
         name="qwen3_vl",
         architectures=("Qwen3VLForConditionalGeneration",),
         sample="turbovit.export.sample_qwen3_vl:write_sample",

@@ -29,6 +29,20 @@ class PixelNorm(nn.Module):
         return ((pixels.float() - self.shift) / self.divisor).to(self.dtype)
 
 
+class PixelTable(nn.Module):
+    """uint8 pixels to floats by a table of 256 values, for rules that arithmetic in float32 would not reproduce."""
+
+    def __init__(self, values: list[float], dtype: torch.dtype):
+        super().__init__()
+        self.values = values
+        self.dtype = dtype
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        table = torch.tensor(self.values, device=pixels.device)[:, None]
+        # The cast comes first, as TensorRT takes uint8 for nothing else.
+        return F.embedding(pixels.int(), table).squeeze(-1).to(self.dtype)
+
+
 class LayerNorm(nn.LayerNorm):
     """LayerNorm that computes in float32 whatever the dtype, and returns the dtype it was given."""
 

@@ -44,6 +44,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("norms behind attention and feed-forward", ("post_feedforward_layernorm", "post_ffn_norm")),
         Need("attention in both directions within an image", ("bidirectional", "token_type_ids")),
     ),
+    "Llama4ForConditionalGeneration": (
+        Need("attention in chunks, with layers without rope between", ("attention_chunk_size", "no_rope_layers")),
+        Need("experts whose input is scaled by the router", ("scale_input", "router_scale_input", "input_scale_moe")),
+    ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
 }

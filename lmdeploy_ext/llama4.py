@@ -1,0 +1,60 @@
+"""Llama 4's prompts: runs of patch tokens with separators between the tiles of an image, and its global view last.
+
+Reference: `transformers.models.llama4.processing_llama4.Llama4Processor` (5.24).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar
+
+from turbovit.engines.errors import InputError
+from turbovit.engines.preprocessor import Encoded
+from turbovit.lmdeploy_ext.base import CompiledVisionModel
+from turbovit.lmdeploy_ext.prompt import expanded, ids_from_prompt, ids_from_text, turbomind_request
+
+_START, _END, _IMAGE, _PATCH = "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"
+_NEXT_COLUMN, _NEXT_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
+
+
+class CompiledLlama4(CompiledVisionModel):
+    """Llama 4 over an engine. Every tile of an image is one run of patch tokens."""
+
+    reserved: ClassVar[tuple[str, ...]] = (_START, _END, _IMAGE, _PATCH, _NEXT_COLUMN, _NEXT_ROW)
+    placeholders: ClassVar[Mapping[str, str]] = {"image": _IMAGE}
+
+    def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+        for word in self.reserved:
+            if word != _IMAGE and word in prompt:
+                raise InputError(
+                    f"the prompt holds {word!r}: write one {_IMAGE!r} for each image and nothing else of it"
+                )
+        text = expanded(prompt, _IMAGE, [_image_text(one) for one in encoded])
+        return self._expanded_request(text, ids_from_prompt(text, tokenizer), encoded)
+
+    def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+        """From ids with one image token an image, or with every image already expanded (as the reference's processor
+        does). The image token is one of its own, so that what replaces it merges with nothing beside it."""
+        if self._fact("patch_token_id") in ids:
+            return self._expanded_request(None, ids, encoded)
+        image = tokenizer.model.model.convert_tokens_to_ids(_IMAGE)
+        if ids.count(image) != len(encoded):
+            raise InputError(f"the token ids have {ids.count(image)} x {image} ({_IMAGE}) for {len(encoded)} images")
+        images = (ids_from_text(_image_text(one), tokenizer) for one in encoded)
+        ids = list(chain(*(next(images) if token == image else [token] for token in ids)))
+        return self._expanded_request(None, ids, encoded)
+
+    def _expanded_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
+        embeddings = list(chain(*(one.embeddings for one in encoded)))
+        return turbomind_request(prompt, ids, (self._fact("patch_token_id"),), embeddings)
+
+
+def _image_text(one: Encoded) -> str:
+    """What stands for an image in the prompt: its tiles row by row where it has several, and its global view."""
+    assert one.grid is not None
+    _, rows, columns = one.grid
+    tile = _PATCH * one.runs[0]
+    row = _NEXT_COLUMN.join([tile] * columns) + _NEXT_ROW
+    tiles = row * rows if rows * columns > 1 else ""
+    return f"{_START}{tiles}{_IMAGE}{tile}{_END}"
