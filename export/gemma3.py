@@ -66,6 +66,7 @@ class Gemma3Tower(Tower):
     def __init__(self, spec: Gemma3Spec):
         super().__init__()
         self.spec = spec
+        self.normalise = PixelNorm(spec.mean, spec.std, spec.scale)
         self.embedding = nn.Linear(3 * spec.patch**2, spec.hidden)
         self.position = nn.Parameter(torch.empty(spec.grid**2, spec.hidden))
         self.blocks = nn.ModuleList(
@@ -77,9 +78,8 @@ class Gemma3Tower(Tower):
 
     def forward(self, pixels: Tensor) -> Tensor:
         spec = self.spec
-        normalise = PixelNorm(spec.mean, spec.std, spec.scale, self.projector.dtype)
-        x = patches_from_pixels(normalise(pixels), spec.patch)  # [images, patches, 3 * patch * patch]
-        x = self.embedding(x) + self.position
+        x = patches_from_pixels(self.normalise(pixels), spec.patch)  # [images, patches, 3 * patch * patch]
+        x = self.embedding(x.to(self.projector.dtype)) + self.position
         for block in self.blocks:
             x = block(x)
         x = self.norm(x).unflatten(1, (spec.pooled, spec.pool, spec.pooled, spec.pool))

@@ -19,28 +19,27 @@ class PixelNorm(nn.Module):
     `transformers.image_processing_backends.TorchvisionBackend.rescale_and_normalize`.
     """
 
-    def __init__(self, mean: float, std: float, scale: float, dtype: torch.dtype):
+    def __init__(self, mean: float, std: float, scale: float):
         super().__init__()
-        self.shift = float(torch.tensor(mean) * (1.0 / scale))
-        self.divisor = float(torch.tensor(std) * (1.0 / scale))
-        self.dtype = dtype
+        with torch.device("cpu"):  # towers are made on the meta device, and these are numbers
+            self.shift = float(torch.tensor(mean) * (1.0 / scale))
+            self.divisor = float(torch.tensor(std) * (1.0 / scale))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return ((pixels.float() - self.shift) / self.divisor).to(self.dtype)
+        return (pixels.float() - self.shift) / self.divisor
 
 
 class PixelTable(nn.Module):
     """uint8 pixels to floats by a table of 256 values, for rules that arithmetic in float32 would not reproduce."""
 
-    def __init__(self, values: list[float], dtype: torch.dtype):
+    def __init__(self, values: list[float]):
         super().__init__()
         self.values = values
-        self.dtype = dtype
 
     def forward(self, pixels: Tensor) -> Tensor:
         table = torch.tensor(self.values, device=pixels.device)[:, None]
         # The cast comes first, as TensorRT takes uint8 for nothing else.
-        return F.embedding(pixels.int(), table).squeeze(-1).to(self.dtype)
+        return F.embedding(pixels.int(), table).squeeze(-1)
 
 
 class LayerNorm(nn.LayerNorm):

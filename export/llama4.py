@@ -5,9 +5,9 @@ Reference: `Llama4VisionModel` and `Llama4MultiModalProjector` of `transformers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isqrt
 from typing import Any, ClassVar
 
 import torch
@@ -81,12 +81,13 @@ class Llama4Tower(Tower):
         self.projector = nn.Linear(spec.adapter_out, spec.out, bias=False)
         with torch.device("cpu"):  # numbers of the architecture, no checkpoint tensors
             self.rope = _rope(spec)
-            self.pixel_values = _pixel_values(spec)  # not while tracing: the exporter computes bfloat16 in float32
+            # Not while tracing: the exporter computes bfloat16 in float32.
+            self.normalise = PixelTable(_pixel_values(spec))
 
     def forward(self, pixels: Tensor) -> Tensor:
         spec = self.spec
-        normalise = PixelTable(self.pixel_values, self.projector.weight.dtype)
-        x = self.embedding(patches_from_pixels(normalise(pixels), spec.patch))  # [tiles, patches, hidden]
+        x = patches_from_pixels(self.normalise(pixels), spec.patch)  # [tiles, patches, 3 * patch * patch]
+        x = self.embedding(x.to(self.projector.weight.dtype))
         x = torch.cat([x, self.class_token.expand(x.shape[0], 1, -1)], dim=1) + self.position
         x = self.norm_before(x)
         rope = (self.rope[0].to(x.device), self.rope[1].to(x.device))
@@ -99,16 +100,12 @@ class Llama4Tower(Tower):
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Llama4Spec:
-        from transformers import Llama4Config
-
-        full = Llama4Config.from_dict(dict(config))
+        full = _full_config(config)
         vision = full.vision_config
-        if vision.hidden_act != _GELU:
-            raise UnsupportedModelError(f"vision_config.hidden_act is {vision.hidden_act!r}, supported: {_GELU!r}")
-        if vision.pixel_shuffle_ratio != 1 / _SHUFFLE:
-            raise UnsupportedModelError(
-                f"pixel_shuffle_ratio is {vision.pixel_shuffle_ratio}, supported: {1 / _SHUFFLE}"
-            )
+        for name, supported in {"hidden_act": _GELU, "num_channels": 3, "pixel_shuffle_ratio": 1 / _SHUFFLE}.items():
+            found = getattr(vision, name)
+            if found != supported:
+                raise UnsupportedModelError(f"vision_config.{name} is {found!r}, supported: {supported!r}")
         spec = Llama4Spec(
             hidden=vision.hidden_size,
             layers=vision.num_hidden_layers,
@@ -116,13 +113,13 @@ class Llama4Tower(Tower):
             inner=vision.intermediate_size,
             image=vision.image_size,
             patch=vision.patch_size,
-            theta=float(vision.rope_parameters["rope_theta"]),
+            theta=float(vision.rope_parameters["rope_theta"] or 0),
             adapter_in=vision.projector_input_dim,
             adapter_out=vision.projector_output_dim,
             out=full.text_config.hidden_size,
             mean=one_for_all(preprocessor, "image_mean", 0.5),
             std=one_for_all(preprocessor, "image_std", 0.5),
-            scale=preprocessor.get("rescale_factor", 1 / 255),
+            scale=float(preprocessor.get("rescale_factor") or 1 / 255),
         )
         _check(spec, preprocessor)
         return spec
@@ -142,7 +139,7 @@ class Llama4Tower(Tower):
             f"{_VISION}vision_adapter.mlp.fc2.weight": (spec.adapter_out, spec.adapter_out),
             _PROJECTOR: (spec.out, spec.adapter_out),
         }
-        biased = {"layernorm_pre": (hidden,), "layernorm_post": (hidden,)}
+        biased: dict[str, tuple[int, ...]] = {"layernorm_pre": (hidden,), "layernorm_post": (hidden,)}
         for layer in range(spec.layers):
             prefix = f"model.layers.{layer}."
             biased |= {f"{prefix}self_attn.{part}_proj": (hidden, hidden) for part in ("q", "k", "v", "o")}
@@ -180,13 +177,11 @@ class Llama4Tower(Tower):
         return state
 
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        from transformers import Llama4Config
-
         # The config's image_token_index is the patch's; what stands for a whole image is the tokenizer's alone.
         return {
             "tokens_per_tile": self.spec.tokens,
             "hidden": self.spec.out,
-            "patch_token_id": Llama4Config.from_dict(dict(config)).image_token_id,
+            "patch_token_id": _full_config(config).image_token_id,
         }
 
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -241,14 +236,30 @@ def _pixel_values(spec: Llama4Spec) -> list[float]:
     return ((values - mean) / std).float().tolist()
 
 
+def _full_config(config: Mapping[str, Any]) -> Any:
+    """With what released configs leave out."""
+    from transformers import Llama4Config
+
+    try:
+        return Llama4Config.from_dict(copy.deepcopy(dict(config)))  # it changes the nested ones that it is given
+    except Exception as error:  # transformers checks entries in several ways
+        raise CheckpointError(f"config.json makes no sense: {' '.join(str(error).split())}") from error
+
+
 def _check(spec: Llama4Spec, preprocessor: Mapping[str, Any]) -> None:
-    divides = spec.image % spec.patch == 0 and spec.grid % _SHUFFLE == 0 and spec.hidden % (4 * spec.heads) == 0
-    if not divides or isqrt(spec.tokens) ** 2 != spec.tokens or spec.adapter_in != spec.adapter_out:
+    sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.image, spec.patch, spec.adapter_out, spec.out)
+    if (
+        not all(isinstance(size, int) and size > 0 for size in sizes)
+        or spec.theta <= 0
+        or spec.image % (spec.patch * _SHUFFLE)
+        or spec.hidden % (4 * spec.heads)
+        or spec.adapter_in != spec.adapter_out
+    ):
         raise CheckpointError(
-            f"config.json makes no sense: image, patch, hidden, heads and adapter do not fit in {spec}"
+            f"config.json makes no sense: sizes, heads, rope and adapter do not fit in {spec}"
         )
     size = preprocessor.get("size") or {"height": spec.image, "width": spec.image}
     if size != {"height": spec.image, "width": spec.image}:
         raise CheckpointError(f"the processor cuts tiles of {size}, the vision tower takes {spec.image}x{spec.image}")
-    if not all(preprocessor.get(step, True) for step in ("do_resize", "do_rescale", "do_normalize")):
+    if any(preprocessor.get(step) is False for step in ("do_resize", "do_rescale", "do_normalize")):
         raise UnsupportedModelError("the processor's do_resize, do_rescale and do_normalize must all be on")

@@ -99,6 +99,7 @@ class Qwen3VLTower(Tower):
     def __init__(self, spec: Qwen3VLSpec):
         super().__init__()
         self.spec = spec
+        self.normalise = PixelNorm(spec.mean, spec.std, spec.scale)
         self.embedding = nn.Linear(spec.patch_values, spec.hidden)
         self.position = nn.Embedding(spec.positions, spec.hidden)
         self.blocks = nn.ModuleList(
@@ -115,7 +116,7 @@ class Qwen3VLTower(Tower):
     ) -> tuple[Tensor, ...]:
         spec = self.spec
         dtype = self.embedding.weight.dtype
-        x = self.embedding(PixelNorm(spec.mean, spec.std, spec.scale, dtype)(pixels))
+        x = self.embedding(self.normalise(pixels).to(dtype))
         # Corner by corner: all four at once would take four times the memory of the patches.
         position = self.position(interp_index[0]).float() * interp_weight[0][:, None]
         for corner in range(1, 4):

@@ -72,6 +72,18 @@ def tiny_qwen3_vl_moe_bundle(tiny_qwen3_vl_moe: Path, tmp_path_factory: pytest.T
     return _bundle_of(tiny_qwen3_vl_moe, tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def tiny_llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample checkpoint. Never changed: copy it first."""
+    return _tiny("llama4", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama4_bundle(tiny_llama4: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle of `tiny_llama4`, for at most 17 tiles a run. Never changed: copy it first."""
+    return _bundle_of(tiny_llama4, tmp_path_factory)
+
+
 def _tiny(family: str, factory: pytest.TempPathFactory) -> Path:
     from turbovit.export.samples import write_sample
 

@@ -71,7 +71,7 @@ def test_pixels_and_normalised_values_equal_the_references(
     assert pixels.rows.shape == (1, 3, 896, 896)
     assert pixels.runs == (256,)
     assert torch.equal(pixels.rows, pixel_values(reference, image, **AS_UINT8))
-    normalise = PixelNorm(0.5, 0.5, 1 / 255, torch.float32)
+    normalise = PixelNorm(0.5, 0.5, 1 / 255)
     assert torch.equal(normalise(pixels.rows), pixel_values(reference, image))
 
 
@@ -79,7 +79,7 @@ def test_every_pixel_value_is_normalised_as_the_reference_does(reference: Any) -
     ramp = np.arange(896 * 896 * 3, dtype=np.uint32).reshape(896, 896, 3).astype(np.uint8)  # no resizing
     rows = torch.from_numpy(ramp).permute(2, 0, 1)[None]
     assert rows.unique().tolist() == list(range(256))
-    got = PixelNorm(0.5, 0.5, 1 / 255, torch.float32)(rows)
+    got = PixelNorm(0.5, 0.5, 1 / 255)(rows)
     assert torch.equal(got, pixel_values(reference, Image.fromarray(ramp)))
 
 

@@ -24,7 +24,7 @@ from turbovit.export.layers import PixelNorm
 FACTS = {"merge": 2, "positions_side": 48, "temporal_patch": 2}
 AS_UINT8 = {"do_rescale": False, "do_normalize": False}
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
-NORM = PixelNorm(0.5, 0.5, 1 / 255, torch.float32)
+NORM = PixelNorm(0.5, 0.5, 1 / 255)
 # width x height -> rows and columns of patches.
 GRIDS = {
     (26, 28): (18, 16),

@@ -107,6 +107,22 @@ def released_reference(released_gemma3: Path) -> Gemma3Reference:
 
 
 @pytest.fixture(scope="session")
+def released_qwen3_vl(data: Path, tiny_qwen3_vl_bundle: Bundle) -> Pair:
+    """Both sides over the released files: for ids alone, as there are no weights."""
+    from transformers import AutoProcessor
+
+    from turbovit.benchmarks.reference_qwen3_vl import Qwen3VLReference
+
+    folder = data / "realdata" / "qwen3_vl" / "Qwen3-VL-8B-Instruct"
+    if not folder.is_dir():
+        pytest.skip(f"no released files: {folder} does not exist")
+    reference = Qwen3VLReference.__new__(Qwen3VLReference)
+    reference.processor = AutoProcessor.from_pretrained(folder)
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return Pair(released_files_side(folder, tiny_qwen3_vl_bundle, dict(zip(ids, ids, strict=True))), reference)
+
+
+@pytest.fixture(scope="session")
 def quick_side(side: LMDeploySide) -> LMDeploySide:
     """`side` without the engine, for tests of everything around it."""
     quick = copy.copy(side)

@@ -15,7 +15,8 @@ from turbovit.lmdeploy_ext.doctor import diagnose
 ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 EMBEDDINGS = "features from Python at prompt positions"
 MROPE, DEEPSTACK = "three-axis rope positions (mrope) from Python", "deepstack levels from Python"
-RANGES = "input_embedding_ranges=None):"
+LAST = "input_embedding_ranges=None"  # of the parameters of prepare_inputs
+DOCSTRING = '\n        """Convert inputs format."""'
 
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
@@ -43,7 +44,7 @@ def change(file: Path, old: str, new: str) -> None:
 
 def take(folder: Path, parameters: str, body: str = "") -> None:
     """Let ``prepare_inputs`` have more parameters, and statements at its beginning."""
-    change(folder / "turbomind.py", RANGES, f"input_embedding_ranges=None, {parameters}):{body}")
+    change(folder / "turbomind.py", f"{LAST}):{DOCSTRING}", f"{LAST}, {parameters}):{DOCSTRING}{body}")
 
 
 @each_architecture
