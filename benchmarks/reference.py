@@ -77,10 +77,10 @@ def chat_from_lmdeploy(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return [{**message, "content": _parts(message.get("content"))} for message in messages]
 
 
-def _parts(content: Any) -> str | list[dict[str, Any]]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return [_part(part) for part in content]
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [_part(part) for part in content or ()]
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ class Qwen3VLReference(Reference):
         prompt = self.processor.apply_chat_template(
             messages, add_generation_prompt=not continues, continue_final_message=continues, **template
         )
-        parts = chain(*(message["content"] for message in messages if not isinstance(message["content"], str)))
-        images = [part["image"] for part in parts if part["type"] == "image"]
+        images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
         return self.inputs_from_prompt(prompt, images, **options)
 
     def inputs_from_prompt(

@@ -107,9 +107,11 @@ def _model(model: str) -> list[Diagnosis]:
         found.append(Diagnosis("vision half", "bundle in the store", "have" if bundle else "missing", detail))
     findings = language_findings(architecture)
     found += [Diagnosis("TurboMind language half", finding.what, finding.state, "") for finding in findings]
-    if any(finding.state == "missing" for finding in findings):
+    missing = [finding.what for finding in findings if finding.state == "missing"]
+    if missing:
         detail = (
-            "stock TurboMind cannot run this model; its requests are built and checked, its answers are not to be had"
+            f"the installed TurboMind cannot run this model, it lacks {'; '.join(missing)}: "
+            f"its requests are built and checked, its answers are not to be had"
         )
         found.append(Diagnosis("TurboMind language half", f"{architecture} end to end", "missing", detail))
     return found

@@ -123,13 +123,15 @@ def test_what_is_not_finite_never_passes(value: float, precision: str) -> None:
     [
         ("fp32", 1e-5, 0.0, True),
         ("fp32", 1.0001e-5, 1.0, False),
-        ("fp16", 1.0, 0.999, True),
+        ("fp16", 0.0447, 0.999, True),
         ("fp16", 0.0, 0.99899, False),
-        ("bf16", 1.0, 0.99, True),
+        ("fp16", 0.0448, 1.0, False),  # twice the length has a cosine of 1
+        ("bf16", 0.1414, 0.99, True),
         ("bf16", 0.0, 0.98999, False),
+        ("bf16", 0.1415, 1.0, False),
     ],
 )
-def test_one_figure_decides_for_each_precision(precision: str, relative: float, cosine: float, passes: bool) -> None:
+def test_each_precision_has_its_bounds(precision: str, relative: float, cosine: float, passes: bool) -> None:
     assert within_bound(precision, OutputError("features", relative, cosine, 0.0, True)) is passes
     assert not within_bound(precision, OutputError("features", relative, cosine, 0.0, False))
     number = f"{BOUNDS[precision]:g}"

@@ -29,7 +29,7 @@ PREPROCESSOR: dict[str, Any] = {"size": {"height": 336, "width": 336}, "image_me
 STEPS = ("do_resize", "do_rescale", "do_normalize")
 RELEASED = ("Llama-4-Scout-17B-16E-Instruct", "Llama-4-Maverick-17B-128E-Instruct")
 RELEASED_SPEC = Llama4Spec(1408, 34, 16, 5632, 336, 14, 10000.0, 4096, 4096, 5120, 0.5, 0.5, 1 / 255)
-TENSORS, PARAMETERS = 554, 0
+TENSORS, PARAMETERS = 554, 871_932_416
 
 
 def config(**vision: Any) -> dict[str, Any]:

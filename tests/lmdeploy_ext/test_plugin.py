@@ -44,7 +44,8 @@ def test_a_second_install_changes_nothing() -> None:
     def state() -> list[Any]:
         processor = vars(multimodal.MultimodalProcessor)
         names = ("_parse_multimodal_item", "_get_text_prompt_input", "_get_multimodal_prompt_input")
-        patched = [multimodal.ImageMediaIO, engine._raise_exception_on_finish, archs.autoget_backend]
+        patched = [multimodal.ImageMediaIO, multimodal.VideoMediaIO, engine._raise_exception_on_finish]
+        patched.append(archs.autoget_backend)
         return [dict(VISION_MODELS.module_dict), *patched, *(processor[name] for name in names)]
 
     before = state()

@@ -131,4 +131,4 @@ def test_the_doctor_says_so(sample: str, request: pytest.FixtureRequest) -> None
     assert lines[MROPE].state == lines[DEEPSTACK].state == "missing"
     (verdict,) = (line for what, line in lines.items() if what.endswith("end to end"))
     assert verdict.state == "missing"
-    assert "stock TurboMind cannot run this model" in verdict.detail
+    assert f"it lacks a language model for {verdict.what.split()[0]}; {MROPE}; {DEEPSTACK}:" in verdict.detail

@@ -82,8 +82,8 @@ def test_no_limits_are_those_of_the_processor(kwargs: Any, chat: list[Message], 
 def test_a_limit_above_the_bundles_is_refused_for_an_image_that_needs_it(qwen3_vl: Pair) -> None:
     large, small = noise(6000, 4000, 0), noise(60, 40, 0)
     kwargs = {"image": {"max_pixels": 10**9}}
-    with pytest.raises(InputError, match="16384"):
-        qwen3_vl.side.request([user(image(large))], mm_processor_kwargs=kwargs)
+    with pytest.raises(InputError, match=r"message 0 \(user\), image 2: .*at most 16384"):
+        qwen3_vl.side.request([user(image(small), image(large))], mm_processor_kwargs=kwargs)
     assert same(
         qwen3_vl.side.request([user(image(small))], mm_processor_kwargs=kwargs),
         qwen3_vl.side.request([user(image(small))]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,34 @@ def test_frames_sent_as_jpeg_images_are_a_video(options: dict[str, Any], qwen3_v
     )
     request = qwen3_vl.assert_proved([user(video(url), QUESTION)], media_io_kwargs={"video": options})
     assert ("<1.2 seconds>" in request["prompt"]) == (not options)
+
+
+def test_the_videos_of_other_models_are_loaded_by_lmdeploy_alone(qwen3_vl: Pair) -> None:
+    from lmdeploy.serve.processors import multimodal
+
+    assert qwen3_vl.side.encoder.model.compiled  # so the loaders are replaced
+    images = multimodal.ImageMediaIO()
+    loader = multimodal.VideoMediaIO(image_io=images, num_frames=7, fps=3)
+    assert (loader.image_io, loader.num_frames, loader.kwargs) == (images, 7, {"fps": 3})
+
+
+def test_concurrent_requests_get_their_own_media(files: dict[str, Path], qwen3_vl: Pair) -> None:
+    kinds = [[], [image(A)], [video(files["slow"])], [image(B), video(files["fast"])], [video("/no.mp4")]]
+    asked = [user(text(str(number)), *kinds[number % 5]) for number in range(15)]
+
+    async def together() -> list[Any]:
+        requests = [qwen3_vl.side.processor.get_prompt_input([one], do_preprocess=True) for one in asked]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    for number, (answer, message) in enumerate(zip(asyncio.run(together()), asked, strict=True)):
+        if number % 5 == 4:
+            assert isinstance(answer, ValueError)
+            continue
+        expected = qwen3_vl.side.request([message])
+        assert answer["input_ids"] == expected["input_ids"]
+        assert all(map(torch.equal, answer.get("input_embeddings", []), expected.get("input_embeddings", [])))
+        levels = zip(answer["input_meta"]["deepstack_embeds"], expected["input_meta"]["deepstack_embeds"], strict=True)
+        assert all(torch.equal(one, other) for one, other in levels)
 
 
 def test_frames_as_tensors_are_those_as_arrays() -> None:
