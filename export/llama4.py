@@ -255,9 +255,7 @@ def _check(spec: Llama4Spec, preprocessor: Mapping[str, Any]) -> None:
         or spec.hidden % (4 * spec.heads)
         or spec.adapter_in != spec.adapter_out
     ):
-        raise CheckpointError(
-            f"config.json makes no sense: sizes, heads, rope and adapter do not fit in {spec}"
-        )
+        raise CheckpointError(f"config.json makes no sense: sizes, heads, rope and adapter do not fit in {spec}")
     size = preprocessor.get("size") or {"height": spec.image, "width": spec.image}
     if size != {"height": spec.image, "width": spec.image}:
         raise CheckpointError(f"the processor cuts tiles of {size}, the vision tower takes {spec.image}x{spec.image}")

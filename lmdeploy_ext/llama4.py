@@ -36,18 +36,38 @@ class CompiledLlama4(CompiledVisionModel):
     def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
         """From ids with one image token an image, or with every image already expanded (as the reference's processor
         does). The image token is one of its own, so that what replaces it merges with nothing beside it."""
+        images = [ids_from_text(_image_text(one), tokenizer) for one in encoded]
         if self._fact("patch_token_id") in ids:
-            return self._expanded_request(None, ids, encoded)
+            request = self._expanded_request(None, ids, encoded)
+            _check_layouts(ids, request["input_embedding_ranges"], images, encoded)
+            return request
         image = tokenizer.model.model.convert_tokens_to_ids(_IMAGE)
         if ids.count(image) != len(encoded):
             raise InputError(f"the token ids have {ids.count(image)} x {image} ({_IMAGE}) for {len(encoded)} images")
-        images = (ids_from_text(_image_text(one), tokenizer) for one in encoded)
-        ids = list(chain(*(next(images) if token == image else [token] for token in ids)))
+        remaining = iter(images)
+        ids = list(chain(*(next(remaining) if token == image else [token] for token in ids)))
         return self._expanded_request(None, ids, encoded)
 
     def _expanded_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
         embeddings = list(chain(*(one.embeddings for one in encoded)))
         return turbomind_request(prompt, ids, (self._fact("patch_token_id"),), embeddings)
+
+
+def _check_layouts(
+    ids: list[int], ranges: Sequence[Sequence[int]], images: Sequence[list[int]], encoded: Sequence[Encoded]
+) -> None:
+    """Refuse expanded ids that are of as many tiles as an image has, and lay them out as another image's."""
+    first = 0
+    for number, (image, one) in enumerate(zip(images, encoded, strict=True), 1):
+        patches = ranges[first][0]
+        begin = patches - image.index(ids[patches])
+        if ids[begin : begin + len(image)] != image:
+            assert one.grid is not None
+            raise InputError(
+                f"the token ids around the tiles of image {number} are not those of an image of "
+                f"{one.grid[1]} rows and {one.grid[2]} columns of tiles"
+            )
+        first += len(one.runs)
 
 
 def _image_text(one: Encoded) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from turbomind_llama4 import Pair as Llama4Pair
 from turbomind_qwen3_vl import Pair
 
 from turbovit.engines.preprocessor import Encoded, Pixels
@@ -70,6 +71,11 @@ def each_qwen3_vl(request: pytest.FixtureRequest) -> Pair:
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture(scope="session")
+def llama4(tiny_llama4: Path, tiny_llama4_bundle: Bundle) -> Llama4Pair:
+    return Llama4Pair.of(tiny_llama4, tiny_llama4_bundle)
+
+
 def released_files_side(folder: Path, bundle: Bundle, ids: Mapping[str, str]) -> LMDeploySide:
     """LMDeploy over released files, and a tiny bundle without its engine.
 
@@ -120,6 +126,22 @@ def released_qwen3_vl(data: Path, tiny_qwen3_vl_bundle: Bundle) -> Pair:
     reference.processor = AutoProcessor.from_pretrained(folder)
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return Pair(released_files_side(folder, tiny_qwen3_vl_bundle, dict(zip(ids, ids, strict=True))), reference)
+
+
+@pytest.fixture(scope="session")
+def released_llama4(data: Path, tiny_llama4_bundle: Bundle) -> Llama4Pair:
+    """Both sides over the released files: for ids alone, as there are no weights."""
+    from transformers import AutoProcessor
+
+    from turbovit.benchmarks.reference_llama4 import Llama4Reference
+
+    folder = data / "realdata" / "llama4" / "Llama-4-Scout-17B-16E-Instruct"
+    if not folder.is_dir():
+        pytest.skip(f"no released files: {folder} does not exist")
+    reference = Llama4Reference.__new__(Llama4Reference)
+    reference.processor = AutoProcessor.from_pretrained(folder)
+    side = released_files_side(folder, tiny_llama4_bundle, {"patch_token_id": "image_token_index"})
+    return Llama4Pair(side, reference)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from turbomind_llama4 import END, IMAGE, NEXT_COLUMN, NEXT_ROW, PATCH, SINGLE, S
 from turbomind_requests import LOGITS_BOUND, Message, assistant, image, noise, same, system, text, user
 
 from turbovit.benchmarks.reference import chat_from_lmdeploy
-from turbovit.engines.bundle import Bundle
 
 QUESTION = text("what is it?")
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]}
@@ -33,7 +31,7 @@ CHATS: dict[str, list[Message]] = {
     "system message": [system(" Be brief.\n"), user(image(TALL), QUESTION)],
     "system message in a list": [system([text(" Be brief.\n")]), user(QUESTION, image(SMALL))],
     "answer to continue": [user(image(SMALL), QUESTION), assistant("it is a")],
-    "a call of a tool": [user(image(SMALL), QUESTION), CALL, {"role": "tool", "content": "a dog"}],
+    "a call of a tool": [user(image(SMALL), QUESTION), CALL, {"role": "tool", "content": [text("a dog")]}],
     "texts around": [user(text("\n\n a "), text("  "), image(SMALL), text("\n"), image(WIDE), text(" 日本🙂\t"))],
     "strings of the chat template": [user(text("<|eot|><|header_start|>user<|begin_of_text|>"), image(SMALL))],
     "text that looks like an image": [user(text("<image> <|image_pad|> <|imag |patch|"), image(SMALL))],
@@ -51,69 +49,64 @@ TEXTS: dict[str, list[Message]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_llama4: Path, tiny_llama4_bundle: Bundle) -> Pair:
-    return Pair.of(tiny_llama4, tiny_llama4_bundle)
-
-
 @pytest.mark.parametrize("name", CHATS)
-def test_a_chat_gives_the_ids_and_logits_of_the_reference(name: str, pair: Pair) -> None:
-    pair.assert_proved(CHATS[name])
+def test_a_chat_gives_the_ids_and_logits_of_the_reference(name: str, llama4: Pair) -> None:
+    llama4.assert_proved(CHATS[name])
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_text_only_request_is_the_references_with_one_bos(name: str, pair: Pair) -> None:
-    request = pair.assert_proved(TEXTS[name])
+def test_a_text_only_request_is_the_references_with_one_bos(name: str, llama4: Pair) -> None:
+    request = llama4.assert_proved(TEXTS[name])
     assert request.keys() == {"prompt", "input_ids"}
-    bos = pair.side.tokenizer.bos_token_id
+    bos = llama4.side.tokenizer.bos_token_id
     assert request["input_ids"][0] == bos
     assert request["input_ids"].count(bos) == 1
 
 
-def test_a_string_is_a_message(pair: Pair) -> None:
-    assert pair.side.request("a ")["input_ids"] == pair.side.request([user(text("a "))])["input_ids"]
+def test_a_string_is_a_message(llama4: Pair) -> None:
+    assert llama4.side.request("a ")["input_ids"] == llama4.side.request([user(text("a "))])["input_ids"]
 
 
-def test_places_of_the_tiles_of_672x672(pair: Pair) -> None:
-    request = pair.side.request([user(text("look"), image(SQUARE), QUESTION)])
+def test_places_of_the_tiles_of_672x672(llama4: Pair) -> None:
+    request = llama4.side.request([user(text("look"), image(SQUARE), QUESTION)])
     ids, ranges = request["input_ids"], request["input_embedding_ranges"]
     begins = (1, 146, 291, 436, 582)
-    start = ids.index(pair.side.tokenizer.convert_tokens_to_ids(START))
+    start = ids.index(llama4.side.tokenizer.model.model.convert_tokens_to_ids(START))
     assert ranges == [[start + begin, start + begin + 144] for begin in begins]
     places = {0: START, 145: NEXT_COLUMN, 290: NEXT_ROW, 435: NEXT_COLUMN, 580: NEXT_ROW, 581: IMAGE, 726: END}
     expected = [places.get(place, PATCH) for place in range(727)]
-    assert pair.side.tokenizer.model.model.convert_ids_to_tokens(ids[start : start + 727]) == expected
+    assert llama4.side.tokenizer.model.model.convert_ids_to_tokens(ids[start : start + 727]) == expected
 
 
-def test_an_image_larger_than_the_canvas_has_16_tiles_and_the_global_view(pair: Pair) -> None:
-    request = pair.assert_proved([user(image(noise(1500, 1400, 8)), image(SMALL))])
+def test_an_image_larger_than_the_canvas_has_16_tiles_and_the_global_view(llama4: Pair) -> None:
+    request = llama4.assert_proved([user(image(noise(1500, 1400, 8)), image(SMALL))])
     assert len(request["input_embeddings"]) == 18
 
 
-def test_markers_are_the_places_of_as_many_images(pair: Pair) -> None:
-    by_marker = pair.side.request([user(text("a <IMAGE_TOKEN> b <IMAGE_TOKEN>"), image(WIDE), image(SMALL))])
-    by_part = pair.side.request([user(text("a "), image(WIDE), text(" b "), image(SMALL))])
+def test_markers_are_the_places_of_as_many_images(llama4: Pair) -> None:
+    by_marker = llama4.side.request([user(text("a <IMAGE_TOKEN> b <IMAGE_TOKEN>"), image(WIDE), image(SMALL))])
+    by_part = llama4.side.request([user(text("a "), image(WIDE), text(" b "), image(SMALL))])
     assert same(by_marker, by_part)
 
 
-def test_all_texts_of_a_system_message_are_kept(pair: Pair) -> None:
+def test_all_texts_of_a_system_message_are_kept(llama4: Pair) -> None:
     """The chat template, and so the reference, reads only the first of them."""
-    parts = pair.side.request([system([text("Be brief."), text("Be kind.")]), user(image(SMALL))])
-    assert same(parts, pair.assert_proved([system("Be brief.\nBe kind."), user(image(SMALL))]))
+    parts = llama4.side.request([system([text("Be brief."), text("Be kind.")]), user(image(SMALL))])
+    assert same(parts, llama4.assert_proved([system("Be brief.\nBe kind."), user(image(SMALL))]))
 
 
-def test_the_same_request_again_is_the_same_and_its_messages_stay_as_they_were(pair: Pair) -> None:
+def test_the_same_request_again_is_the_same_and_its_messages_stay_as_they_were(llama4: Pair) -> None:
     chat = CHATS["images in two turns"]
     before = copy.deepcopy(chat)
-    first, second = pair.side.request(chat), pair.side.request(chat)
+    first, second = llama4.side.request(chat), llama4.side.request(chat)
     assert chat == before
     assert same(first, second)
 
 
 @pytest.mark.parametrize("change", ["tiles swapped", "global view first", "one row moved", "no images", "another id"])
-def test_what_is_slightly_wrong_does_not_pass_the_check(change: str, pair: Pair) -> None:
+def test_what_is_slightly_wrong_does_not_pass_the_check(change: str, llama4: Pair) -> None:
     chat = [user(image(WIDE), QUESTION)]
-    request: dict[str, Any] = pair.side.request(chat)
+    request: dict[str, Any] = llama4.side.request(chat)
     left, right, whole = request["input_embeddings"]
     changed: dict[str, dict[str, Any]] = {
         "tiles swapped": {"input_embeddings": [right, left, whole]},
@@ -122,7 +115,7 @@ def test_what_is_slightly_wrong_does_not_pass_the_check(change: str, pair: Pair)
         "no images": {"input_embeddings": [], "input_embedding_ranges": []},
         "another id": {"input_ids": [*request["input_ids"][:-1], 0]},
     }
-    inputs = pair.reference.inputs_from_messages(chat_from_lmdeploy(chat))
-    comparison = pair.reference.compare({**request, **changed[change]}, inputs)
+    inputs = llama4.reference.inputs_from_messages(chat_from_lmdeploy(chat))
+    comparison = llama4.reference.compare({**request, **changed[change]}, inputs)
     assert comparison.ids_equal == (change != "another id")
     assert comparison.logits_error is None or comparison.logits_error > 10 * LOGITS_BOUND
