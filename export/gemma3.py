@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from turbovit.engines.bundle import TensorSpec
-from turbovit.engines.errors import CheckpointError, UnsupportedModelError
+from turbovit.engines.errors import CheckpointError
+from turbovit.export.config import check_side, check_steps, full_config, one_for_all, require_supported
 from turbovit.export.layers import Block, LayerNorm, PixelNorm, RMSNorm, patches_from_pixels
-from turbovit.export.tower import LimitOption, Sample, Tower, one_for_all
+from turbovit.export.tower import LimitOption, Sample, Tower
 
 _TOWER = "vision_tower."
 _VISION = f"{_TOWER}vision_model."
@@ -88,10 +89,11 @@ class Gemma3Tower(Tower):
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemma3Spec:
-        full = _full_config(config)
+        from transformers import Gemma3Config
+
+        full = full_config(Gemma3Config, config)
         vision = full.vision_config
-        if vision.hidden_act != _GELU:
-            raise UnsupportedModelError(f"vision_config.hidden_act is {vision.hidden_act!r}, supported: {_GELU!r}")
+        require_supported(vars(vision), {"hidden_act": _GELU})
         mean, std = (one_for_all(preprocessor, name, 0.5) for name in ("image_mean", "image_std"))
         spec = Gemma3Spec(
             hidden=vision.hidden_size,
@@ -168,7 +170,9 @@ class Gemma3Tower(Tower):
         return state
 
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        full = _full_config(config)
+        from transformers import Gemma3Config
+
+        full = full_config(Gemma3Config, config)
         return {
             "tokens_per_crop": self.spec.tokens,
             "hidden": self.spec.out,
@@ -198,16 +202,6 @@ class Gemma3Tower(Tower):
         return [Sample("2 images", {"pixels": pair}), Sample("1 image", {"pixels": pair[1:]})]
 
 
-def _full_config(config: Mapping[str, Any]) -> Any:
-    """With what released configs leave out."""
-    from transformers import Gemma3Config
-
-    try:
-        return Gemma3Config.from_dict(dict(config))
-    except Exception as error:  # transformers checks entries in several ways
-        raise CheckpointError(f"config.json makes no sense: {' '.join(str(error).split())}") from error
-
-
 def _check(spec: Gemma3Spec, preprocessor: Mapping[str, Any]) -> None:
     sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.image, spec.patch, spec.tokens, spec.out)
     if (
@@ -220,8 +214,5 @@ def _check(spec: Gemma3Spec, preprocessor: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"config.json makes no sense: image, patch, tokens, hidden and heads do not divide in {spec}"
         )
-    size = preprocessor.get("size") or {"height": spec.image, "width": spec.image}
-    if size != {"height": spec.image, "width": spec.image}:
-        raise CheckpointError(f"the processor resizes to {size}, the vision tower takes {spec.image}x{spec.image}")
-    if any(preprocessor.get(step) is False for step in ("do_resize", "do_rescale", "do_normalize")):
-        raise UnsupportedModelError("the processor's do_resize, do_rescale and do_normalize must all be on")
+    check_side(preprocessor, spec.image)
+    check_steps(preprocessor)

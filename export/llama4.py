@@ -5,7 +5,6 @@ Reference: `Llama4VisionModel` and `Llama4MultiModalProjector` of `transformers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbovit.engines.bundle import TensorSpec
-from turbovit.engines.errors import CheckpointError, UnsupportedModelError
+from turbovit.engines.errors import CheckpointError
+from turbovit.export.config import check_side, check_steps, full_config, one_for_all, require_supported
 from turbovit.export.layers import Block, LayerNorm, PixelTable, Rope, patches_from_pixels
-from turbovit.export.tower import LimitOption, Sample, Tower, one_for_all
+from turbovit.export.tower import LimitOption, Sample, Tower
 
 _VISION = "vision_model."
 _PROJECTOR = "multi_modal_projector.linear_1.weight"
@@ -100,12 +100,12 @@ class Llama4Tower(Tower):
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Llama4Spec:
-        full = _full_config(config)
+        from transformers import Llama4Config
+
+        full = full_config(Llama4Config, config)
         vision = full.vision_config
-        for name, supported in {"hidden_act": _GELU, "num_channels": 3, "pixel_shuffle_ratio": 1 / _SHUFFLE}.items():
-            found = getattr(vision, name)
-            if found != supported:
-                raise UnsupportedModelError(f"vision_config.{name} is {found!r}, supported: {supported!r}")
+        supported = {"hidden_act": _GELU, "num_channels": 3, "pixel_shuffle_ratio": 1 / _SHUFFLE}
+        require_supported(vars(vision), supported)
         spec = Llama4Spec(
             hidden=vision.hidden_size,
             layers=vision.num_hidden_layers,
@@ -177,11 +177,13 @@ class Llama4Tower(Tower):
         return state
 
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        from transformers import Llama4Config
+
         # The config's image_token_index is the patch's; what stands for a whole image is the tokenizer's alone.
         return {
             "tokens_per_tile": self.spec.tokens,
             "hidden": self.spec.out,
-            "patch_token_id": _full_config(config).image_token_id,
+            "patch_token_id": full_config(Llama4Config, config).image_token_id,
         }
 
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -236,16 +238,6 @@ def _pixel_values(spec: Llama4Spec) -> list[float]:
     return ((values - mean) / std).float().tolist()
 
 
-def _full_config(config: Mapping[str, Any]) -> Any:
-    """With what released configs leave out."""
-    from transformers import Llama4Config
-
-    try:
-        return Llama4Config.from_dict(copy.deepcopy(dict(config)))  # it changes the nested ones that it is given
-    except Exception as error:  # transformers checks entries in several ways
-        raise CheckpointError(f"config.json makes no sense: {' '.join(str(error).split())}") from error
-
-
 def _check(spec: Llama4Spec, preprocessor: Mapping[str, Any]) -> None:
     sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.image, spec.patch, spec.adapter_out, spec.out)
     if (
@@ -256,8 +248,5 @@ def _check(spec: Llama4Spec, preprocessor: Mapping[str, Any]) -> None:
         or spec.adapter_in != spec.adapter_out
     ):
         raise CheckpointError(f"config.json makes no sense: sizes, heads, rope and adapter do not fit in {spec}")
-    size = preprocessor.get("size") or {"height": spec.image, "width": spec.image}
-    if size != {"height": spec.image, "width": spec.image}:
-        raise CheckpointError(f"the processor cuts tiles of {size}, the vision tower takes {spec.image}x{spec.image}")
-    if any(preprocessor.get(step) is False for step in ("do_resize", "do_rescale", "do_normalize")):
-        raise UnsupportedModelError("the processor's do_resize, do_rescale and do_normalize must all be on")
+    check_side(preprocessor, spec.image)
+    check_steps(preprocessor)

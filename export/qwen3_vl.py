@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbovit.engines.bundle import TensorSpec
-from turbovit.engines.errors import CheckpointError, UnsupportedModelError
+from turbovit.engines.errors import CheckpointError
 from turbovit.engines.qwen3_vl import grid_inputs
+from turbovit.export.config import check_steps, full_config, one_for_all, require_supported
 from turbovit.export.layers import Block, LayerNorm, PixelNorm
-from turbovit.export.tower import LimitOption, Sample, Tower, one_for_all
+from turbovit.export.tower import LimitOption, Sample, Tower
 
 _VISION = "model.visual."
 _GELU = "gelu_pytorch_tanh"
 _EPS = 1e-6  # a constant in the reference too
 _THETA = 1e4  # of the 2D rope
-_STEPS = ("do_resize", "do_rescale", "do_normalize")
 _SIZES = {"patch_size": "patch", "temporal_patch_size": "temporal", "merge_size": "merge"}  # the processor's: ours
 
 
@@ -256,16 +256,10 @@ def _vision_config(config: Mapping[str, Any]) -> Any:
     """With what released configs leave out."""
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
-    try:
-        vision = Qwen3VLVisionConfig.from_dict(dict(config.get("vision_config") or {}))
-    except Exception as error:  # transformers checks entries in several ways
-        raise CheckpointError(f"config.json makes no sense: {' '.join(str(error).split())}") from error
+    vision = full_config(Qwen3VLVisionConfig, config.get("vision_config") or {})
     theta = (getattr(vision, "rope_parameters", None) or {}).get("rope_theta", _THETA)
-    supported = {"hidden_act": (vision.hidden_act, _GELU), "in_channels": (vision.in_channels, 3)}
-    supported["rope_theta"] = (theta, _THETA)
-    for name, (found, expected) in supported.items():
-        if found != expected:
-            raise UnsupportedModelError(f"vision_config.{name} is {found!r}, supported: {expected!r}")
+    supported = {"hidden_act": _GELU, "in_channels": 3, "rope_theta": _THETA}
+    require_supported({**vars(vision), "rope_theta": theta}, supported)
     return vision
 
 
@@ -273,7 +267,7 @@ def _with_defaults(preprocessor: Mapping[str, Any]) -> dict[str, Any]:
     """The image processor's settings, with its class's where they are left out."""
     from transformers import Qwen2VLImageProcessor
 
-    names = (*_STEPS, *_SIZES, "image_mean", "image_std", "rescale_factor")
+    names = (*_SIZES, "image_mean", "image_std", "rescale_factor")
     given = {name: value for name, value in preprocessor.items() if value is not None}
     return {name: getattr(Qwen2VLImageProcessor, name) for name in names} | given
 
@@ -293,5 +287,4 @@ def _check(spec: Qwen3VLSpec, settings: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"the processor's {name} is {settings[name]}, the vision tower's {getattr(spec, size)}"
             )
-    if not all(settings[step] for step in _STEPS):
-        raise UnsupportedModelError("the processor's do_resize, do_rescale and do_normalize must all be on")
+    check_steps(settings)

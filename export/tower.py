@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from turbovit.engines.bundle import Source, TensorSpec
-from turbovit.engines.errors import CheckpointError, UnsupportedModelError
+from turbovit.engines.errors import CheckpointError
 from turbovit.engines.shapes import bind
 from turbovit.export.checkpoint import Checkpoint, image_processor_config, video_processor_config
 
@@ -146,19 +146,6 @@ class Tower(nn.Module, ABC):
     @abstractmethod
     def samples(self, seed: int) -> list[Sample]:
         """Inputs for export and certification: several shapes, none special, each inside the default limits."""
-
-
-def one_for_all(preprocessor: Mapping[str, Any], name: str, default: float) -> float:
-    """The one value that an image processor's setting has for all channels.
-
-    Raises:
-        UnsupportedModelError: it has several.
-    """
-    given = preprocessor.get(name) or default
-    values = set(given if isinstance(given, list) else [given])
-    if len(values) != 1:
-        raise UnsupportedModelError(f"{name} is {preprocessor[name]}, supported: one value for all channels")
-    return float(values.pop())
 
 
 def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> Source:

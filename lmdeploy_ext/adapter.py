@@ -231,24 +231,14 @@ def takes_parts(chat_template: Any) -> bool:
 
 
 def video_from_part(part: MediaPart) -> Video:
-    """A video as LMDeploy's loaders give it: frames and ``video_metadata``.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """A video as LMDeploy's loaders give it: frames and ``video_metadata``; the preprocessor checks them."""
     frames, metadata = part.data, part.params.get("video_metadata") or {}
     if isinstance(frames, torch.Tensor):  # of torchvision or, channels first, torchcodec
         frames = (frames.movedim(1, 3) if frames.ndim == 4 and frames.shape[3] != 3 else frames).numpy()
-    if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
-        found = f"{frames.dtype} {list(frames.shape)}" if isinstance(frames, np.ndarray) else type(frames).__name__
-        raise InputError(f"its frames are {found}, expected a uint8 array [frames, height, width, 3]")
-    if frames.size == 0:
-        raise InputError(f"it has no frames (an array of shape {list(frames.shape)})")
     indices = metadata.get("frames_indices")
-    indices = range(len(frames)) if indices is None else indices
-    if len(indices) != len(frames):
-        raise InputError(f"it has {len(frames)} frames and {len(indices)} frame numbers")
-    return Video(frames, metadata.get("fps"), tuple(int(index) for index in indices))
+    if indices is None and isinstance(frames, np.ndarray):
+        indices = range(len(frames))
+    return Video(frames, metadata.get("fps"), tuple(int(index) for index in (() if indices is None else indices)))
 
 
 def tokenizer(model_path: str) -> Any:

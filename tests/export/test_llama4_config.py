@@ -147,7 +147,7 @@ def test_a_vision_config_that_cannot_be_is_an_error(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"size": {"height": 448, "width": 448}}, CheckpointError, "cuts tiles of .*448.*, the vision tower takes 336"),
+        ({"size": {"height": 448, "width": 448}}, CheckpointError, "resizes to .*448.*, the vision tower takes 336"),
         ({"image_mean": [0.48, 0.46, 0.41]}, UnsupportedModelError, "image_mean is .*one value for all channels"),
         ({"image_std": [0.5, 0.5, 0.4]}, UnsupportedModelError, "image_std is .*one value for all channels"),
         *(({step: False}, UnsupportedModelError, "do_resize, do_rescale and do_normalize must") for step in STEPS),
