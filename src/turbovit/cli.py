@@ -205,7 +205,9 @@ def doctor(
         print(json.dumps([_plain(finding) for finding in findings]))
         return
     colours = {"have": "green", "missing": "red", "unknown": "yellow"}
-    table = Table("", "what", "state", "detail")
+    table = Table()
+    for column in ("", "what", "state", "detail"):
+        table.add_column(column, overflow="fold")  # nothing is cut off, however narrow the terminal
     for finding in findings:
         state = f"[{colours[finding.state]}]{finding.state}[/]"
         table.add_row(finding.section, escape(finding.what), state, escape(finding.detail))
