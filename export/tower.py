@@ -168,14 +168,14 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
     )
 
 
-def load_tower(tower: type[T], spec: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> T:
-    """A tower with the checkpoint's weights, in eval mode.
+def load_tower(tower: type[T], spec: Any, checkpoint: Checkpoint) -> T:
+    """A tower with the checkpoint's weights in float32, in eval mode.
 
     Raises:
         CheckpointError: vision tensors are missing, unknown or of another shape than the config says.
     """
     names = checked_names(tower, spec, checkpoint)
-    tensors = {tower.canonical_name(name): tensor.to(dtype) for name, tensor in checkpoint.tensors(names)}
+    tensors = {tower.canonical_name(name): tensor.float() for name, tensor in checkpoint.tensors(names)}
     with torch.device("meta"):
         model = tower(spec)
     model.load_state_dict(tower.state_from_tensors(spec, tensors), assign=True)

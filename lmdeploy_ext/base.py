@@ -115,9 +115,8 @@ class CompiledVisionModel:
                 messages, chat_template, tokenizer, tools=tools, chat_template_kwargs=chat_template_kwargs, **kwargs
             )
         *own, _, forwarded = messages
-        return self._request_from_conversation(
-            self._conversation(own), forwarded["encoded"], chat_template, tokenizer, tools, chat_template_kwargs or {}
-        )
+        prompt = self._prompt(self._conversation(own), chat_template, tools, chat_template_kwargs or {})
+        return self._request(prompt, forwarded["encoded"], tokenizer)
 
     def text_request(
         self,
@@ -129,7 +128,7 @@ class CompiledVisionModel:
     ) -> dict[str, Any]:
         """As `to_turbomind`, for a string or messages without images, which LMDeploy shows to no vision model."""
         conversation = self._conversation(_messages(prompt))
-        return self._request_from_conversation(conversation, (), chat_template, tokenizer, tools, options)
+        return self._request(self._prompt(conversation, chat_template, tools, options), (), tokenizer)
 
     def check_messages(self, messages: Sequence[Mapping[str, Any]], chat_template: Any) -> None:
         """Refuse what can be refused before an image is loaded.
@@ -146,24 +145,12 @@ class CompiledVisionModel:
         return [sum(runs)]
 
     def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
-        """The request for a prompt that has one `placeholder` an image."""
+        """The request for a prompt that has one placeholder an image or video."""
         raise NotImplementedError
 
     def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
         """The request for token ids that hold the family's placeholders."""
         raise NotImplementedError
-
-    def _request_from_conversation(
-        self,
-        conversation: Conversation,
-        encoded: Sequence[Encoded],
-        chat_template: Any,
-        tokenizer: Any,
-        tools: Sequence[Any] | None,
-        options: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        prompt = self._prompt(conversation, chat_template, tools, options)
-        return self._request(prompt, encoded, tokenizer)
 
     def _request(self, prompt: str | list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
         if isinstance(prompt, str):

@@ -6,13 +6,18 @@ Reference: `transformers.models.gemma3.processing_gemma3.Gemma3Processor` (5.24)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, ClassVar
 
-from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Encoded
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
-from turbovit.lmdeploy_ext.prompt import expanded, ids_from_prompt, ids_from_text, text_from_ids, turbomind_request
+from turbovit.lmdeploy_ext.prompt import (
+    expanded,
+    expanded_ids,
+    ids_from_prompt,
+    ids_from_text,
+    text_from_ids,
+    turbomind_request,
+)
 
 _BOI, _EOI, _SOFT = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
 
@@ -38,23 +43,14 @@ class CompiledGemma3(CompiledVisionModel):
         text = text_from_ids(ids, tokenizer)
         if text is not None:
             return self._expanded_request(None, ids_from_text(self._expanded(text, encoded), tokenizer), encoded)
-        boi = self._fact("boi_token_id")
-        if ids.count(boi) != len(encoded):
-            raise InputError(f"the token ids have {ids.count(boi)} x {boi} ({_BOI}) for {len(encoded)} images")
-        images = (ids_from_text(_image_text(one.runs), tokenizer) for one in encoded)
-        return self._expanded_request(
-            None, list(chain(*(next(images) if token == boi else [token] for token in ids))), encoded
-        )
+        images = [ids_from_text(_image_text(one.runs), tokenizer) for one in encoded]
+        return self._expanded_request(None, expanded_ids(ids, {self._fact("boi_token_id"): _BOI}, images), encoded)
 
     def _expanded(self, prompt: str, encoded: Sequence[Encoded]) -> str:
-        for word in (_SOFT, _EOI):
-            if word in prompt:
-                raise InputError(f"the prompt holds {word!r}: write one {_BOI!r} for each image and nothing else of it")
-        return expanded(prompt, _BOI, [_image_text(one.runs) for one in encoded])
+        return expanded(prompt, _BOI, [_image_text(one.runs) for one in encoded], inner=(_SOFT, _EOI))
 
     def _expanded_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
-        embeddings = list(chain(*(one.embeddings for one in encoded)))
-        return turbomind_request(prompt, ids, (self._fact("image_token_id"),), embeddings)
+        return turbomind_request(prompt, ids, (self._fact("image_token_id"),), encoded)
 
 
 def _image_text(runs: Sequence[int]) -> str:

@@ -6,13 +6,12 @@ Reference: `transformers.models.llama4.processing_llama4.Llama4Processor` (5.24)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, ClassVar
 
 from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Encoded
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
-from turbovit.lmdeploy_ext.prompt import expanded, ids_from_prompt, ids_from_text, turbomind_request
+from turbovit.lmdeploy_ext.prompt import expanded, expanded_ids, ids_from_prompt, ids_from_text, turbomind_request
 
 _START, _END, _IMAGE, _PATCH = "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"
 _NEXT_COLUMN, _NEXT_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
@@ -25,12 +24,8 @@ class CompiledLlama4(CompiledVisionModel):
     placeholders: ClassVar[Mapping[str, str]] = {"image": _IMAGE}
 
     def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
-        for word in self.reserved:
-            if word != _IMAGE and word in prompt:
-                raise InputError(
-                    f"the prompt holds {word!r}: write one {_IMAGE!r} for each image and nothing else of it"
-                )
-        text = expanded(prompt, _IMAGE, [_image_text(one) for one in encoded])
+        inner = [word for word in self.reserved if word != _IMAGE]
+        text = expanded(prompt, _IMAGE, [_image_text(one) for one in encoded], inner)
         return self._expanded_request(text, ids_from_prompt(text, tokenizer), encoded)
 
     def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
@@ -42,15 +37,10 @@ class CompiledLlama4(CompiledVisionModel):
             _check_layouts(ids, request["input_embedding_ranges"], images, encoded)
             return request
         image = tokenizer.model.model.convert_tokens_to_ids(_IMAGE)
-        if ids.count(image) != len(encoded):
-            raise InputError(f"the token ids have {ids.count(image)} x {image} ({_IMAGE}) for {len(encoded)} images")
-        remaining = iter(images)
-        ids = list(chain(*(next(remaining) if token == image else [token] for token in ids)))
-        return self._expanded_request(None, ids, encoded)
+        return self._expanded_request(None, expanded_ids(ids, {image: _IMAGE}, images), encoded)
 
     def _expanded_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
-        embeddings = list(chain(*(one.embeddings for one in encoded)))
-        return turbomind_request(prompt, ids, (self._fact("patch_token_id"),), embeddings)
+        return turbomind_request(prompt, ids, (self._fact("patch_token_id"),), encoded)
 
 
 def _check_layouts(

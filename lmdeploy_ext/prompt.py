@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-import torch
-
 from turbovit.engines.errors import InputError
+from turbovit.engines.preprocessor import Encoded
 from turbovit.lmdeploy_ext.conversation import Conversation, MediaPart, Part, Text, Turn
 
 
@@ -48,18 +48,45 @@ def _text(part: Part) -> str:
     return part.text
 
 
-def expanded(prompt: str, placeholder: str, replacements: Sequence[str]) -> str:
+def expanded(prompt: str, placeholder: str, replacements: Sequence[str], inner: Sequence[str]) -> str:
     """`prompt` with the n-th `placeholder` replaced by the n-th of `replacements`.
 
+    Args:
+        inner: the strings that only replacements may bring in.
+
     Raises:
-        InputError: their numbers differ.
+        InputError: the numbers differ, or one of `inner` is there already.
     """
+    for word in inner:
+        if word in prompt:
+            raise InputError(
+                f"the prompt holds {word!r}: write one {placeholder!r} for each image and nothing else of it"
+            )
     pieces = prompt.split(placeholder)
     if len(pieces) - 1 != len(replacements):
         raise InputError(
             f"the prompt has {len(pieces) - 1} x {placeholder!r} for {len(replacements)} images: it needs one each"
         )
     return pieces[0] + "".join(text + piece for text, piece in zip(replacements, pieces[1:], strict=True))
+
+
+def expanded_ids(
+    ids: Sequence[int], placeholders: Mapping[int, str], replacements: Sequence[Sequence[int]]
+) -> list[int]:
+    """`ids` with the n-th placeholder replaced by the n-th of `replacements`.
+
+    Args:
+        placeholders: their ids, and how they are written.
+
+    Raises:
+        InputError: the numbers differ.
+    """
+    count = sum(token in placeholders for token in ids)
+    if count != len(replacements):
+        names = " or ".join(f"{token} ({word})" for token, word in placeholders.items())
+        raise InputError(f"the token ids have {count} x {names} for {len(replacements)} images")
+    remaining = iter(replacements)
+    return list(chain(*(next(remaining) if token in placeholders else (token,) for token in ids)))
 
 
 def ids_from_prompt(prompt: str, tokenizer: Any) -> list[int]:
@@ -112,21 +139,22 @@ def turbomind_request(
     prompt: str | None,
     ids: list[int],
     tokens: Collection[int],
-    embeddings: Sequence[torch.Tensor],
+    encoded: Sequence[Encoded],
 ) -> dict[str, Any]:
-    """TurboMind's request, once the runs of placeholder ids are known to fit the embeddings.
+    """TurboMind's request, once the runs of placeholder ids are known to fit the images'.
 
     Args:
         ids: the whole prompt, placeholders expanded.
         tokens: the placeholders' ids.
-        embeddings: one tensor [tokens, hidden] a run, in prompt order.
+        encoded: in prompt order.
 
     Raises:
         InputError: the runs are not those of the images.
     """
+    embeddings = list(chain(*(one.embeddings for one in encoded)))  # one tensor [tokens, hidden] a run
     ranges = runs_of(ids, tokens)
     found, expected = [end - begin for begin, end in ranges], [len(tensor) for tensor in embeddings]
     if found != expected:
         raise InputError(f"the prompt has runs of {found} image tokens, its images have {expected}")
     request = {"prompt": prompt, "input_ids": ids}
-    return {**request, "input_embeddings": list(embeddings), "input_embedding_ranges": ranges} if ranges else request
+    return {**request, "input_embeddings": embeddings, "input_embedding_ranges": ranges} if ranges else request

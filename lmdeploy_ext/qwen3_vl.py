@@ -18,7 +18,7 @@ from turbovit.engines.preprocessor import Encoded
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
 from turbovit.lmdeploy_ext.mrope import VisionSpan, mrope_positions
-from turbovit.lmdeploy_ext.prompt import ids_from_prompt, ids_from_text, runs_of, turbomind_request
+from turbovit.lmdeploy_ext.prompt import expanded_ids, ids_from_prompt, ids_from_text, runs_of, turbomind_request
 
 _START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 _PADS = {_IMAGE: "image", _VIDEO: "video"}
@@ -97,8 +97,7 @@ class CompiledQwen3VL(CompiledVisionModel):
         pads = [kinds[token] for token in ids if token in kinds]
         if len(pads) == len(encoded):
             ordered = _in_prompt_order(pads, encoded)
-            texts = (ids_from_text(_text(one), tokenizer) for one in ordered)
-            ids = list(chain(*(next(texts) if token in kinds else [token] for token in ids)))
+            ids = expanded_ids(ids, kinds, [ids_from_text(_text(one), tokenizer) for one in ordered])
         else:
             ordered = _in_order_of_runs([kinds[ids[begin]] for begin, _ in runs_of(ids, kinds)], encoded)
         return self._meta_request(None, ids, ordered)
@@ -109,7 +108,7 @@ class CompiledQwen3VL(CompiledVisionModel):
 
     def _meta_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
         kinds = self._kinds
-        request = turbomind_request(prompt, ids, kinds, list(chain(*(one.embeddings for one in encoded))))
+        request = turbomind_request(prompt, ids, kinds, encoded)
         begins = [begin for begin, _ in request.get("input_embedding_ranges", [])]
         found, expected = [kinds[ids[begin]] for begin in begins], [_kind(one) for one in encoded for _ in one.runs]
         if found != expected:
