@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from turbovit.engines.runner import Runner
 logger = logging.getLogger("turbovit")
 
 PROCESSOR_FOLDER = "processor"
+EXTRA_TENSORS = "extra_tensors.safetensors"
 RUNNERS = {
     "onnxruntime": "turbovit.engines.ort_runner:OnnxRuntimeRunner",
     "torch": "turbovit.export.torch_runner:TorchRunner",
@@ -39,14 +41,17 @@ class Encoder:
         family = family_from_name(self.manifest.family)
         self.preprocessor: Preprocessor = load(family.preprocessor)(bundle.path / PROCESSOR_FOLDER, self.manifest.facts)
         self.preprocessor.limits = self.manifest.limits
+        self.preprocessor.tensors = read_extra_tensors(bundle)
         batch_symbol = self.manifest.inputs[0].shape[0]
         self._limit = self.manifest.limits[str(batch_symbol)]
 
-    def encode(self, items: Sequence[ImageLike | Video]) -> list[Encoded]:
-        """Features of every image or video, in order.
+    def encode(self, items: Sequence[ImageLike | Video], **options: Any) -> list[Encoded]:
+        """Features of every image or video, in order, each as if it were the only one.
 
         Args:
             items: PIL images, uint8 arrays [height, width, channels], paths of images, or `Video`s.
+            options: of the family's preprocessor, such as ``cropping=False`` for DeepSeek-VL2, which cuts no image
+                of a conversation that has more than two.
 
         Raises:
             InputError: one cannot be used; says which and why.
@@ -57,7 +62,7 @@ class Encoder:
             if isinstance(item, Video):
                 kind, prepare = "video", self.preprocessor.pixels_from_video  # type: ignore[assignment]
             try:
-                pixels.append(prepare(item))  # type: ignore[arg-type]
+                pixels.append(prepare(item, **options))  # type: ignore[arg-type]
             except InputError as error:
                 raise InputError(f"{kind} {number} of {len(items)}: {error}") from None
         return self.encode_pixels(pixels)
@@ -119,6 +124,15 @@ def open_encoder(bundle: str | Path | Bundle, runtime: str = "auto", device: str
             logger.info("%s runs on %s%s", opened.path.name, runner.description, passed_over)
             return Encoder(opened, runner)
     raise RuntimeUnavailableError(f"{opened.path} cannot run here: {'; '.join(reasons)}")
+
+
+def read_extra_tensors(bundle: Bundle) -> dict[str, torch.Tensor]:
+    """A bundle's small tensors that are no part of its engines; none for most families."""
+    if EXTRA_TENSORS not in bundle.manifest.files:
+        return {}
+    from safetensors.torch import load_file
+
+    return load_file(bundle.file(EXTRA_TENSORS))
 
 
 def _candidates(runtime: str, device: str) -> Iterable[tuple[str, torch.device]]:

@@ -20,7 +20,7 @@ from turbovit.engines.bundle import (
     read_manifest,
     write_manifest,
 )
-from turbovit.engines.encoder import PROCESSOR_FOLDER
+from turbovit.engines.encoder import EXTRA_TENSORS, PROCESSOR_FOLDER
 from turbovit.engines.errors import BuildError
 from turbovit.engines.runner import DTYPES
 from turbovit.engines.store import bundles_folder, file_sha256
@@ -35,7 +35,7 @@ Report = Callable[[str], None]
 _SAMPLE_SEED = 0
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # What `_files` finds; the last is a manifest that was never put in place.
-_CONTENTS = ("model.*.onnx", "weights.*.bin", REFERENCE, f"{PROCESSOR_FOLDER}/*", f".{MANIFEST}.*")
+_CONTENTS = ("model.*.onnx", "weights.*.bin", REFERENCE, EXTRA_TENSORS, f"{PROCESSOR_FOLDER}/*", f".{MANIFEST}.*")
 # Room for graphs, reference outputs and processor files beside the weights.
 _SPARE_BYTES = 64 << 20
 
@@ -133,7 +133,7 @@ def _add_engines(plan: Plan, bundle: Bundle, wanted: Sequence[tuple[str, str]], 
 
 
 def _export(plan: Plan, folder: Path, precision: str, report: Report) -> None:
-    """Write the base graph in one precision; the first time also the reference outputs and processor files."""
+    """Write the base graph in one precision; the first time also the reference outputs and what is of no engine."""
     report("loading the vision weights")
     tower = load_tower(plan.tower, plan.spec, plan.checkpoint)
     _require_space(folder, tower)
@@ -143,6 +143,7 @@ def _export(plan: Plan, folder: Path, precision: str, report: Report) -> None:
         within = [sample for sample in samples if sample.within(plan.manifest.inputs, plan.manifest.limits)]
         if not within:
             raise BuildError(f"no shape that could be certified is within the limits {plan.manifest.limits}")
+        _save_extra_tensors(tower, folder / EXTRA_TENSORS)
         write_reference(tower, within, folder / REFERENCE, report)
     report(f"exporting to ONNX in {precision}")
     dtype = PRECISIONS[precision]
@@ -177,6 +178,15 @@ def _copy_processor_files(source: Path, target: Path) -> None:
     for name in _PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def _save_extra_tensors(tower: Tower, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = tower.extra_tensors()
+    if tensors:
+        save_file({name: tensor.detach().clone() for name, tensor in tensors.items()}, path)
+        path.chmod(0o644)  # safetensors writes 0600, and bundles are shared
 
 
 def _files(folder: Path) -> list[str]:

@@ -29,6 +29,17 @@ class PixelNorm(nn.Module):
         return (pixels.float() - self.shift) / self.divisor
 
 
+class PixelScaleThenNorm(nn.Module):
+    """uint8 pixels to the floats of torchvision's ToTensor and Normalize: to 0 to 1 first, bit for bit."""
+
+    def __init__(self, mean: float, std: float):
+        super().__init__()
+        self.mean, self.std = mean, std
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return (pixels.float() / 255 - self.mean) / self.std
+
+
 class PixelTable(nn.Module):
     """uint8 pixels to floats by a table of 256 values, for rules that arithmetic in float32 would not reproduce."""
 

@@ -18,7 +18,7 @@ from turbovit.engines.encoder import RUNNERS
 from turbovit.engines.errors import BuildError, BundleError, RuntimeUnavailableError
 from turbovit.engines.families import FamilyRow, family_from_architecture, load
 from turbovit.engines.store import bundles_folder
-from turbovit.export.checkpoint import Checkpoint, image_processor_config, open_checkpoint
+from turbovit.export.checkpoint import Checkpoint, open_checkpoint
 from turbovit.export.tower import Tower, source_from_checkpoint
 
 ATTENTION_FORMS = {"onnxruntime": "multihead"}
@@ -159,7 +159,7 @@ def _open(model: str | Path) -> tuple[FamilyRow, type[Tower], Checkpoint]:
 def _described(tower: type[Tower], checkpoint: Checkpoint) -> Tower:
     """The tower without weights: it knows its inputs, outputs and facts."""
     with torch.device("meta"):
-        return tower(tower.spec_from_config(checkpoint.config, image_processor_config(checkpoint.folder)))
+        return tower(tower.spec_from_config(checkpoint.config, tower.image_processor(checkpoint.folder)))
 
 
 def _precision(runtime: str, precision: str) -> str:

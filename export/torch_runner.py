@@ -9,7 +9,7 @@ from turbovit.engines.commands import build_command
 from turbovit.engines.errors import CheckpointError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.runner import Runner
-from turbovit.export.checkpoint import image_processor_config, open_checkpoint
+from turbovit.export.checkpoint import open_checkpoint
 from turbovit.export.tower import Tower, load_tower, source_from_checkpoint
 
 
@@ -32,7 +32,7 @@ class TorchRunner(Runner):
         source = bundle.manifest.source
         tower_class: type[Tower] = load(family_from_name(bundle.manifest.family).tower)
         checkpoint = open_checkpoint(source.name, tower_class.is_checkpoint_vision)
-        spec = tower_class.spec_from_config(checkpoint.config, image_processor_config(checkpoint.folder))
+        spec = tower_class.spec_from_config(checkpoint.config, tower_class.image_processor(checkpoint.folder))
         found = source_from_checkpoint(tower_class, spec, checkpoint)
         if (found.tensors_sha256, found.config) != (source.tensors_sha256, source.config):
             raise CheckpointError(

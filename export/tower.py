@@ -68,13 +68,22 @@ class Tower(nn.Module, ABC):
     spec: Any
 
     @classmethod
+    def image_processor(cls, folder: Path) -> dict[str, Any]:
+        """The image processor's settings in a checkpoint's folder.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        return image_processor_config(folder)
+
+    @classmethod
     @abstractmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Any:
         """Every size that the tower needs, as a frozen dataclass.
 
         Args:
             config: the checkpoint's config.json.
-            preprocessor: its preprocessor_config.json.
+            preprocessor: its image processor's settings.
 
         Raises:
             CheckpointError: an entry is missing or makes no sense.
@@ -131,6 +140,10 @@ class Tower(nn.Module, ABC):
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """What the family's preprocessor and glue need to know, for the manifest."""
 
+    def extra_tensors(self) -> dict[str, Tensor]:
+        """Small tensors that the preprocessor puts between the engine's features, for the bundle."""
+        return {}
+
     @abstractmethod
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The engine's inputs, batch first, in the order of `forward`'s arguments."""
@@ -156,7 +169,7 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
     """
     names = checked_names(tower, spec, checkpoint)
     processors = {
-        "image_processor": image_processor_config(checkpoint.folder),
+        "image_processor": tower.image_processor(checkpoint.folder),
         "video_processor": video_processor_config(checkpoint.folder),
     }
     config = dataclasses.asdict(spec) | {name: settings for name, settings in processors.items() if settings}
