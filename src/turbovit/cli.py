@@ -60,7 +60,7 @@ def _settings(
 
 @app.command()
 def sample(
-    family: Annotated[str, typer.Argument(help="gemma3, llama4, qwen3_vl or qwen3_vl_moe.")],
+    family: Annotated[str, typer.Argument(help="gemma3, llama4, qwen3_vl, qwen3_vl_moe or deepseek_vl2.")],
     directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist or be empty.")],
     size: Annotated[str, typer.Option(help="tiny, small or full.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
