@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbovit.engines.bundle import TensorSpec
+from turbovit.engines.bundle import Profile, TensorSpec
 from turbovit.engines.deepseek_vl2 import DEFAULT_MEAN, PROCESSOR_FILE
 from turbovit.engines.errors import CheckpointError, UnsupportedModelError
 from turbovit.export.checkpoint import read_json
 from turbovit.export.config import one_for_all
-from turbovit.export.layers import Block, LayerNorm, PixelScaleThenNorm, patches_from_pixels
+from turbovit.export.layers import Block, LayerNorm, Linear, PixelScaleThenNorm, patches_from_pixels
 from turbovit.export.tower import LimitOption, Sample, Tower
 
 _VISION, _PROJECTOR, _POOL = "vision.", "projector.layers.", "vision.attn_pool."
@@ -100,14 +100,14 @@ class DeepseekVL2Tower(Tower):
         super().__init__()
         self.spec = spec
         self.normalise = PixelScaleThenNorm(spec.mean, spec.std)
-        self.embedding = nn.Linear(3 * spec.patch**2, spec.hidden)
+        self.embedding = Linear(3 * spec.patch**2, spec.hidden)
         self.position = nn.Parameter(torch.empty(spec.grid**2, spec.hidden))
         self.blocks = nn.ModuleList(
             Block(spec.hidden, spec.heads, spec.inner, _EPS, "tanh") for _ in range(spec.layers)
         )
         self.norm = LayerNorm(spec.hidden, eps=_EPS)
         widths = zip(spec.projector, spec.projector[1:], strict=False)
-        self.projector = nn.ModuleList(nn.Linear(before, after) for before, after in widths)
+        self.projector = nn.ModuleList(Linear(before, after) for before, after in widths)
         self.image_newline = nn.Parameter(torch.empty(spec.out))
         self.view_seperator = nn.Parameter(torch.empty(spec.out))
 
@@ -115,7 +115,7 @@ class DeepseekVL2Tower(Tower):
         spec = self.spec
         seen = self.normalise(pixels)[:, :, : spec.grid * spec.patch, : spec.grid * spec.patch]
         x = patches_from_pixels(seen, spec.patch)  # [tiles, patches, 3 * patch * patch]
-        x = self.embedding(x.to(self.position.dtype)) + self.position
+        x = self.embedding(x) + self.position
         for block in self.blocks:
             x = block(x)
         x = self.norm(x).unflatten(1, (spec.grid, spec.grid))
@@ -127,7 +127,13 @@ class DeepseekVL2Tower(Tower):
         x = first(x)
         for layer in others:
             x = layer(F.gelu(x))
-        return x
+        return x.to(self.dtype)
+
+    def default_profiles(self, limits: Mapping[str, int]) -> tuple[Profile, ...]:
+        """An image of one tile and its global view; one of two tiles, or of four; the most."""
+        limit = limits["tiles"]
+        ranges = [sizes for sizes in ((1, 2, 2), (1, 3, 5)) if sizes[2] < limit] + [(1, limit, limit)]
+        return tuple(Profile({"tiles": sizes}) for sizes in ranges)
 
     @classmethod
     def image_processor(cls, folder: Path) -> dict[str, Any]:
