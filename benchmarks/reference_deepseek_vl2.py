@@ -39,6 +39,7 @@ class DeepseekVL2Reference(Reference):
         self.newline, self.separator = tensors["image_newline"], tensors["view_seperator"]
         self.vision = _vision(self.config["vision_config"], _part(tensors, "vision."))
         self.projector = _projector(_part(tensors, "projector.layers."))
+        self.model = nn.ModuleList([self.vision, self.projector])
         self.language = _language(self.config["language_config"], _part(tensors, "language."))
 
     def inputs_from_messages(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Mapping[str, Tensor]:
@@ -69,11 +70,16 @@ class DeepseekVL2Reference(Reference):
     def features(self, views: Tensor) -> Tensor:
         """Of uint8 pixels [views, 3, height, width]: [views, tokens, hidden]."""
         mean, std = (torch.tensor(self.settings[name])[:, None, None] for name in ("image_mean", "image_std"))
-        hidden = self.vision((views.float() / 255 - mean) / std).last_hidden_state
+        pixels = (views.float() / 255 - mean.to(views.device)) / std.to(views.device)
+        hidden = self.vision(pixels.to(next(self.vision.parameters()).dtype)).last_hidden_state
         grid = int(hidden.shape[1] ** 0.5)
         x = hidden.reshape(len(views), grid, grid, -1)
         x = F.pad(x, (0, 0, 0, grid % 2, 0, grid % 2)).permute(0, 3, 1, 2)
         return self.projector(F.unfold(x, kernel_size=2, stride=2).permute(0, 2, 1))
+
+    def tower_outputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with torch.inference_mode():
+            return {"features": self.features(inputs["pixels"])}
 
     def image_embeddings(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """One tensor [tokens, hidden] an image."""
