@@ -45,7 +45,8 @@ def test_activations_grow_with_the_batch_and_scores_with_the_square_of_the_patch
     assert fused[1] == pytest.approx(2 * fused[0], rel=0.01)
     assert apart[1] == pytest.approx(4 * apart[0], rel=0.1)
     # 16,384 patches, four heads: every score in float32 and once more in float16.
-    assert apart[0] - fused[0] == pytest.approx(4 * 16384**2 * 6, rel=0.01)
+    scores = 4 * 16384**2 * 6
+    assert scores < apart[0] < 1.1 * scores
 
 
 FORMS = ("attention", "matmul")
