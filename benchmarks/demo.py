@@ -126,7 +126,8 @@ def main() -> None:
     rows = [demo(family, directory, console) for family in FAMILIES]
     console.print(table_from_rows(rows))
     console.print(
-        "Compared with transformers' own processor and whole model in float32. TurboMind itself is not run here: the "
+        "Compared with transformers' own processor and whole model in float32 (DeepSeek-VL2, which it lacks: the "
+        "original's algorithm over transformers' parts). TurboMind itself is not run here: the "
         "stock one has no language model for these families (turbovit doctor says which parts are missing)."
     )
     sys.exit(0 if all(row.proved for row in rows) else 1)

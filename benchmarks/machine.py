@@ -16,10 +16,12 @@ _PACKAGES = (
     "transformers",
     "pillow",
     "numpy",
+    "onnx",
     "onnxruntime",
     "onnxruntime-gpu",
     "tensorrt",
     "tensorrt-rtx-cu12",
+    "polygraphy",
     "lmdeploy",
 )
 
@@ -28,13 +30,14 @@ def machine_facts() -> dict[str, Any]:
     """The processor, its cores and caches, memory, GPUs, thread settings, versions, and how busy the machine is."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    gpus = [_gpu(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu_model(),
         "cores": _usable_cores(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": gpus,
+        "cuda": torch.version.cuda,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch_threads": torch.get_num_threads(),
@@ -67,6 +70,11 @@ def resident_bytes() -> int:
     """The resident set of this process now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gpu(properties: Any) -> str:
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    return f"{properties.name} (compute capability {properties.major}.{properties.minor}, {memory})"
 
 
 def _cpu_model() -> str:

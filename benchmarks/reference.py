@@ -51,6 +51,17 @@ class Reference(ABC):
     def spliced_logits(self, request: Mapping[str, Any]) -> Tensor:
         """The language model's logits with a request's embeddings in place of its placeholders."""
 
+    def tower_outputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the model's own vision tower and projector give for an engine's inputs, as an engine names it.
+
+        Args:
+            inputs: on the model's device, as the family's engines take them.
+
+        Raises:
+            NotImplementedError: the reference has no tower that could be run so.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no tower of its own to run")
+
     def compare(self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> Comparison:
         """A request beside the processor's output for the same conversation."""
         if list(request["input_ids"]) != inputs["input_ids"][0].tolist():

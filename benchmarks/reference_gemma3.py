@@ -39,6 +39,11 @@ class Gemma3Reference(Reference):
         with torch.inference_mode():
             return self.model(**inputs).logits[0]
 
+    def tower_outputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        pixels = ((inputs["pixels"].float() / 255 - 0.5) / 0.5).to(self.model.dtype)
+        with torch.inference_mode():
+            return {"features": self.model.get_image_features(pixels, return_dict=True).pooler_output}
+
     def spliced_logits(self, request: Mapping[str, Any]) -> Tensor:
         ids = torch.tensor(request["input_ids"])
         kinds = torch.zeros_like(ids)  # 1 where attention goes in both directions: an image's tokens

@@ -47,6 +47,13 @@ class Llama4Reference(Reference):
                 embeddings = embeddings.masked_scatter(mask, projected)
             return self.model.language_model(inputs_embeds=embeddings).logits[0]
 
+    def tower_outputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Its processor rescales and normalises in bfloat16.
+        pixels = ((inputs["pixels"].bfloat16() * (1 / 255) - 0.5) / 0.5).to(self.model.dtype)
+        with torch.inference_mode():
+            features = self.model.get_image_features(pixels, return_dict=True).last_hidden_state
+            return {"features": self.model.multi_modal_projector(features)}
+
     def spliced_logits(self, request: Mapping[str, Any]) -> Tensor:
         with torch.inference_mode():
             embeddings = self.model.get_input_embeddings()(torch.tensor(request["input_ids"]))

@@ -51,6 +51,17 @@ class Qwen3VLReference(Reference):
         with torch.inference_mode():
             return self.model(**inputs).logits[0]
 
+    def tower_outputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        frames = len(inputs["pixels"])
+        height, width = (int(size) + 1 for size in inputs["patch_position"].amax(0))
+        pixels = (inputs["pixels"].flatten(0, 1).float() / 255 - 0.5) / 0.5  # the model casts them
+        grid = torch.tensor([[1, height, width]] * frames, device=pixels.device)
+        with torch.inference_mode():
+            found = self.model.get_image_features(pixels, grid, return_dict=True)
+        outputs = {"features": found.pooler_output}
+        outputs |= {f"deepstack_{level}": rows for level, rows in enumerate(found.deepstack_features)}
+        return {name: torch.stack(rows) for name, rows in outputs.items()}
+
     def spliced_logits(self, request: Mapping[str, Any]) -> Tensor:
         meta = request["input_meta"]
         ids = torch.tensor(request["input_ids"])

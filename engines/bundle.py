@@ -98,6 +98,22 @@ class Certificate:
     bound: str
     passed: bool
 
+    @property
+    def verdict(self) -> str:
+        """``passed`` or ``failed``."""
+        return "passed" if self.passed else "failed"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A range of input shapes that a compiled engine was optimised for.
+
+    Attributes:
+        ranges: (smallest, optimal, largest) value of every symbol of the inputs' shapes.
+    """
+
+    ranges: dict[str, tuple[int, int, int]]
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -109,9 +125,15 @@ class Engine:
         precision: ``fp32``, ``fp16`` or ``bf16``.
         attention: the form attention has in the graph (see `turbovit.export.rewrites`).
         file: the graph or engine file.
-        architectures: GPU architectures it was compiled for; empty where it runs on any device.
+        architectures: compute capabilities of the GPUs it was compiled for (``"8.9"``); empty where it runs on any
+            device.
+        profiles: the shapes it was compiled for, in the engine's order; empty where it takes all within the limits.
+        fp32_layers: the tower's layers that stay in float32, by path.
+        reason: why it has this precision.
         certificate: None where it never ran.
         not_run: why there is no certificate.
+        stand_ins: certificates of the same precision by what could run where the engine could not: torch in that
+            dtype, or ONNX Runtime. They say what the precision does to the tower, not that this engine is right.
     """
 
     runtime: str
@@ -120,15 +142,17 @@ class Engine:
     attention: str
     file: str
     architectures: tuple[str, ...] = ()
+    profiles: tuple[Profile, ...] = ()
+    fp32_layers: tuple[str, ...] = ()
+    reason: str = ""
     certificate: Certificate | None = None
     not_run: str | None = None
+    stand_ins: tuple[Certificate, ...] = ()
 
     @property
     def verdict(self) -> str:
         """``passed``, ``failed`` or ``not run``."""
-        if self.certificate is None:
-            return "not run"
-        return "passed" if self.certificate.passed else "failed"
+        return "not run" if self.certificate is None else self.certificate.verdict
 
 
 @dataclass(frozen=True)
@@ -140,6 +164,7 @@ class Manifest:
         facts: what the family's preprocessor and glue need to know (token counts, ids, sizes).
         reference: file with sample inputs and the float32 reference tower's outputs for them.
         tools: versions of the packages that built it.
+        ranges: the largest magnitude of every layer's input and output in the float32 reference tower, on the samples.
     """
 
     family: str
@@ -152,6 +177,7 @@ class Manifest:
     reference: str
     engines: tuple[Engine, ...]
     tools: dict[str, str]
+    ranges: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     schema: int = SCHEMA
 

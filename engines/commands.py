@@ -6,9 +6,12 @@ import shlex
 from pathlib import Path
 
 
-def build_command(model: str | Path, output: str | Path | None = None, runtime: str | None = None) -> str:
+def build_command(
+    model: str | Path, output: str | Path | None = None, runtime: str | None = None, precision: str | None = None
+) -> str:
     """The `turbovit build` that makes what is missing."""
     words = ["turbovit", "build", str(model)]
     words += ["-o", str(output)] if output is not None else []
     words += ["--runtime", runtime] if runtime is not None else []
+    words += ["--precision", precision] if precision is not None else []
     return shlex.join(words)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from turbovit.engines.bundle import Bundle, Engine, open_bundle
 from turbovit.engines.commands import build_command
-from turbovit.engines.errors import BundleError, InputError, RuntimeUnavailableError, TurbovitError
+from turbovit.engines.errors import InputError, NoEngineError, RuntimeUnavailableError, TurbovitError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.images import ImageLike
 from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor, Video, concatenated_outputs, joined
@@ -19,12 +20,21 @@ from turbovit.engines.runner import Runner
 logger = logging.getLogger("turbovit")
 
 PROCESSOR_FOLDER = "processor"
+EXTRA_TENSORS = "extra_tensors.safetensors"
 RUNNERS = {
+    "tensorrt": "turbovit.engines.trt_runner:TensorRTRunner",
+    "tensorrt_rtx": "turbovit.engines.trt_runner:TensorRTRTXRunner",
     "onnxruntime": "turbovit.engines.ort_runner:OnnxRuntimeRunner",
     "torch": "turbovit.export.torch_runner:TorchRunner",
 }
 # Best first. torch runs the reference tower and so needs the checkpoint; on a CPU onnxruntime is faster.
-_LADDER = (("onnxruntime", "cuda"), ("torch", "cuda"), ("onnxruntime", "cpu"))
+_LADDER = (
+    ("tensorrt", "cuda"),
+    ("tensorrt_rtx", "cuda"),
+    ("onnxruntime", "cuda"),
+    ("torch", "cuda"),
+    ("onnxruntime", "cpu"),
+)
 _PRECISIONS = {"cuda": ("bf16", "fp16", "fp32"), "cpu": ("fp32", "fp16", "bf16")}
 TORCH_ENGINE = Engine(runtime="torch", version=torch.__version__, precision="fp32", attention="sdpa", file="")
 
@@ -39,14 +49,17 @@ class Encoder:
         family = family_from_name(self.manifest.family)
         self.preprocessor: Preprocessor = load(family.preprocessor)(bundle.path / PROCESSOR_FOLDER, self.manifest.facts)
         self.preprocessor.limits = self.manifest.limits
+        self.preprocessor.tensors = read_extra_tensors(bundle)
         batch_symbol = self.manifest.inputs[0].shape[0]
         self._limit = self.manifest.limits[str(batch_symbol)]
 
-    def encode(self, items: Sequence[ImageLike | Video]) -> list[Encoded]:
-        """Features of every image or video, in order.
+    def encode(self, items: Sequence[ImageLike | Video], **options: Any) -> list[Encoded]:
+        """Features of every image or video, in order, each as if it were the only one.
 
         Args:
             items: PIL images, uint8 arrays [height, width, channels], paths of images, or `Video`s.
+            options: of the family's preprocessor, such as ``cropping=False`` for DeepSeek-VL2, which cuts no image
+                of a conversation that has more than two.
 
         Raises:
             InputError: one cannot be used; says which and why.
@@ -57,7 +70,7 @@ class Encoder:
             if isinstance(item, Video):
                 kind, prepare = "video", self.preprocessor.pixels_from_video  # type: ignore[assignment]
             try:
-                pixels.append(prepare(item))  # type: ignore[arg-type]
+                pixels.append(prepare(item, **options))  # type: ignore[arg-type]
             except InputError as error:
                 raise InputError(f"{kind} {number} of {len(items)}: {error}") from None
         return self.encode_pixels(pixels)
@@ -97,8 +110,8 @@ def open_encoder(bundle: str | Path | Bundle, runtime: str = "auto", device: str
 
     Args:
         bundle: a bundle's folder.
-        runtime: ``auto``, ``onnxruntime`` or ``torch``. ``auto`` takes the best that works here and logs one
-            line that says which, and why not the ones before it.
+        runtime: ``auto``, ``tensorrt``, ``tensorrt_rtx``, ``onnxruntime`` or ``torch``. ``auto`` takes the best that
+            works here and logs one line that says which, and why not the ones before it.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
@@ -106,6 +119,7 @@ def open_encoder(bundle: str | Path | Bundle, runtime: str = "auto", device: str
         RuntimeUnavailableError: the runtime or device is not here.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+    runtime = runtime.replace("-", "_")  # as on the command line
     reasons: list[str] = []
     for name, target in _candidates(runtime, device):
         try:
@@ -113,12 +127,23 @@ def open_encoder(bundle: str | Path | Bundle, runtime: str = "auto", device: str
         except TurbovitError as error:
             if runtime != "auto" and not isinstance(error, RuntimeUnavailableError):
                 raise
-            reasons.append(f"{name} on {target}: {error}")
+            lacking = runtime == "auto" and isinstance(error, NoEngineError)
+            reasons.append(f"{name} on {target}: {'no engine in the bundle' if lacking else error}")
         else:
             passed_over = f" (not {'; '.join(reasons)})" if reasons else ""
             logger.info("%s runs on %s%s", opened.path.name, runner.description, passed_over)
             return Encoder(opened, runner)
-    raise RuntimeUnavailableError(f"{opened.path} cannot run here: {'; '.join(reasons)}")
+    remedy = build_command(opened.manifest.source.name, opened.path)
+    raise RuntimeUnavailableError(f"{opened.path} cannot run here: {'; '.join(reasons)}. Add an engine with {remedy}")
+
+
+def read_extra_tensors(bundle: Bundle) -> dict[str, torch.Tensor]:
+    """A bundle's small tensors that are no part of its engines; none for most families."""
+    if EXTRA_TENSORS not in bundle.manifest.files:
+        return {}
+    from safetensors.torch import load_file
+
+    return load_file(bundle.file(EXTRA_TENSORS))
 
 
 def _candidates(runtime: str, device: str) -> Iterable[tuple[str, torch.device]]:
@@ -145,11 +170,10 @@ def _unknown_device(device: str) -> str:
 
 def _open_runner(bundle: Bundle, runtime: str, device: torch.device) -> Runner:
     runner_class: type[Runner] = load(RUNNERS[runtime])
-    engine = _engine(bundle, runtime, device)
     reason = runner_class.unavailable(device)
     if reason:
         raise RuntimeUnavailableError(reason)
-    return runner_class.open(bundle, engine, device)
+    return runner_class.open(bundle, _engine(bundle, runtime, device), device)
 
 
 def _engine(bundle: Bundle, runtime: str, device: torch.device) -> Engine:
@@ -160,7 +184,7 @@ def _engine(bundle: Bundle, runtime: str, device: torch.device) -> Engine:
         if engine is not None:
             return engine
     there = ", ".join(f"{engine.runtime} {engine.precision}" for engine in bundle.manifest.engines) or "none"
-    raise BundleError(
+    raise NoEngineError(
         f"{bundle.path} holds no engine for {runtime} (it has: {there}): add one with "
         f"{build_command(bundle.manifest.source.name, bundle.path, runtime)}"
     )

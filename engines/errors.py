@@ -35,12 +35,22 @@ class BundleError(TurbovitError):
     """A bundle is missing, damaged, of another schema, or holds no engine for what was asked."""
 
 
+class NoEngineError(BundleError):
+    """A bundle is sound, and holds no engine for the runtime and device that were asked for."""
+
+
 class RuntimeUnavailableError(TurbovitError):
     """The runtime or device asked for is not on this machine."""
 
 
 class EngineInputError(TurbovitError, ValueError):
     """An engine input has the wrong name, dtype or shape, or lies outside the limits the bundle was built for."""
+
+
+class EngineRunError(TurbovitError):
+    """An engine that had loaded failed while it ran, or was closed; says what the runtime reported."""
+
+    exit_code = 1
 
 
 class InputError(TurbovitError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -76,7 +77,21 @@ FAMILIES = (
         sample="turbovit.export.sample_qwen3_vl:write_moe_sample",
         **_QWEN3_VL,
     ),
+    FamilyRow(
+        name="deepseek_vl2",
+        architectures=("DeepseekVLV2ForCausalLM",),
+        tower="turbovit.export.deepseek_vl2:DeepseekVL2Tower",
+        preprocessor="turbovit.engines.deepseek_vl2:DeepseekVL2Preprocessor",
+        vision_model="turbovit.lmdeploy_ext.deepseek_vl2:CompiledDeepseekVL2",
+        registry_name="DeepSeek2VisionModel",
+        sample="turbovit.export.sample_deepseek_vl2:write_sample",
+        reference="turbovit.benchmarks.reference_deepseek_vl2:DeepseekVL2Reference",
+    ),
 )
+
+
+# Architectures that a config names by their language half alone.
+_LANGUAGE_HALVES = {"DeepseekV2ForCausalLM": "DeepseekVLV2ForCausalLM"}
 
 
 def family_from_name(name: str) -> FamilyRow:
@@ -85,6 +100,22 @@ def family_from_name(name: str) -> FamilyRow:
         if row.name == name:
             return row
     raise UnsupportedModelError(f"unknown family {name!r}; available: {', '.join(row.name for row in FAMILIES)}")
+
+
+def architecture_from_config(config: Mapping[str, Any]) -> str | None:
+    """The name of the architecture that a config.json is of; None where it names none.
+
+    It is the first of its ``architectures``. DeepSeek-VL2's released configs have none: there the language half's
+    decides, as in LMDeploy.
+    """
+    named = config.get("architectures") or [None]
+    if named[0] is not None:
+        return str(named[0])
+    language = config.get("language_config")
+    if isinstance(language, Mapping) and "vision_config" in config:
+        language_named = language.get("architectures") or [None]
+        return _LANGUAGE_HALVES.get(language_named[0])
+    return None
 
 
 def family_from_architecture(architecture: str | None) -> FamilyRow:

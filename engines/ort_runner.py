@@ -9,7 +9,7 @@ import torch
 
 from turbovit.engines.bundle import Bundle, Engine, Manifest
 from turbovit.engines.errors import BundleError, RuntimeUnavailableError
-from turbovit.engines.runner import DTYPES, Runner
+from turbovit.engines.runner import PRECISION_DTYPES, Runner
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 # ONNX's TensorProto element types, which IO binding takes so that bfloat16 needs no numpy dtype.
 _ONNX_TYPES = {torch.uint8: 2, torch.int32: 6, torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_PRECISION_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 class OnnxRuntimeRunner(Runner):
@@ -31,7 +30,7 @@ class OnnxRuntimeRunner(Runner):
     def __init__(self, manifest: Manifest, engine: Engine, device: torch.device, session: onnxruntime.InferenceSession):
         super().__init__(manifest, engine, device)
         self._session = session
-        self._dtype = DTYPES[_PRECISION_DTYPES[engine.precision]]
+        self._dtype = PRECISION_DTYPES[engine.precision]
 
     @classmethod
     def open(cls, bundle: Bundle, engine: Engine, device: torch.device) -> OnnxRuntimeRunner:

@@ -82,10 +82,12 @@ class Preprocessor(ABC):
     Attributes:
         alpha: what happens to transparent pixels.
         limits: of one engine run, by symbol; an encoder sets its bundle's.
+        tensors: that the family puts between the engine's features; an encoder sets its bundle's.
     """
 
     alpha: ClassVar[Alpha] = "white"
     limits: Mapping[str, int] = MappingProxyType({})
+    tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     @abstractmethod
     def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):

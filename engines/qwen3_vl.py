@@ -23,7 +23,7 @@ from turbovit.engines.resizing import pixels_from_rgb, resized
 
 _UINT8: Mapping[str, Any] = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
 # Patches of one engine run: frames that have more together go in several runs. A larger frame has a run alone.
-_PATCHES_A_RUN = 16384
+PATCHES_A_RUN = 16384
 # One tower takes both: these are its own, or happen before it.
 _SHARED_SETTINGS = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
 # What a video without one is taken to have; Qwen3VLProcessor does the same.
@@ -93,7 +93,7 @@ class Qwen3VLPreprocessor(Preprocessor):
 
     def max_rows(self, group: Hashable) -> int:
         height, width = cast(tuple[int, int], group)
-        return max(1, _PATCHES_A_RUN // (height * width))
+        return max(1, PATCHES_A_RUN // (height * width))
 
     def encoded_from_rows(self, outputs: Mapping[str, Tensor], pixels: Pixels) -> Encoded:
         levels = [outputs[f"deepstack_{level}"].flatten(0, 1) for level in range(len(outputs) - 1)]

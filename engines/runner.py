@@ -21,6 +21,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+PRECISION_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

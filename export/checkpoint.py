@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from turbovit.engines.errors import CheckpointError
+from turbovit.engines.families import architecture_from_config
 from turbovit.engines.store import cached_digest
 
 INDEX = "model.safetensors.index.json"
@@ -35,8 +36,8 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str | None:
-        """The first of the config's ``architectures``; None where it has none."""
-        return (self.config.get("architectures") or [None])[0]
+        """The config's architecture by the table of families; None where it names none."""
+        return architecture_from_config(self.config)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from turbovit.engines.bundle import TensorSpec
 from turbovit.engines.errors import CheckpointError
 from turbovit.export.config import check_side, check_steps, full_config, one_for_all, require_supported
-from turbovit.export.layers import Block, LayerNorm, PixelNorm, RMSNorm, patches_from_pixels
+from turbovit.export.layers import Block, LayerNorm, Linear, PixelNorm, RMSNorm, patches_from_pixels
 from turbovit.export.tower import LimitOption, Sample, Tower
 
 _TOWER = "vision_tower."
@@ -68,24 +68,25 @@ class Gemma3Tower(Tower):
         super().__init__()
         self.spec = spec
         self.normalise = PixelNorm(spec.mean, spec.std, spec.scale)
-        self.embedding = nn.Linear(3 * spec.patch**2, spec.hidden)
+        self.embedding = Linear(3 * spec.patch**2, spec.hidden)
         self.position = nn.Parameter(torch.empty(spec.grid**2, spec.hidden))
         self.blocks = nn.ModuleList(
             Block(spec.hidden, spec.heads, spec.inner, spec.eps, "tanh") for _ in range(spec.layers)
         )
         self.norm = LayerNorm(spec.hidden, eps=spec.eps)
         self.projector_norm = RMSNorm(spec.hidden, spec.eps)
-        self.projector = nn.Parameter(torch.empty(spec.hidden, spec.out))
+        self.projector = Linear(spec.hidden, spec.out, bias=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         spec = self.spec
         x = patches_from_pixels(self.normalise(pixels), spec.patch)  # [images, patches, 3 * patch * patch]
-        x = self.embedding(x.to(self.projector.dtype)) + self.position
+        x = self.embedding(x) + self.position
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x).unflatten(1, (spec.pooled, spec.pool, spec.pooled, spec.pool))
+        # The mean between two norms belongs to their float32.
+        x = self.norm(x.float()).unflatten(1, (spec.pooled, spec.pool, spec.pooled, spec.pool))
         x = x.mean((2, 4)).flatten(1, 2)  # [images, tokens, hidden]
-        return self.projector_norm(x) @ self.projector
+        return self.projector(self.projector_norm(x)).to(self.dtype)
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemma3Spec:
@@ -147,15 +148,16 @@ class Gemma3Tower(Tower):
 
     @classmethod
     def state_from_tensors(cls, spec: Gemma3Spec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Renames, and transforms three values: the patch convolution's kernel becomes the rows of a matrix in
+        """Renames, and transforms four values: the patch convolution's kernel becomes the rows of a matrix in
         (channel, y, x) order; q, k and v are stacked into one projection; the projector's RMSNorm, stored as w
-        for a factor of 1 + w, becomes that factor (in the dtype given, as the reference adds in float32)."""
+        for a factor of 1 + w, becomes that factor (in the dtype given, as the reference adds in float32); the
+        projection, stored as [in, out], becomes the weight of a linear layer."""
         state = {
             "embedding.weight": tensors[f"{_VISION}embeddings.patch_embedding.weight"].flatten(1),
             "embedding.bias": tensors[f"{_VISION}embeddings.patch_embedding.bias"],
             "position": tensors[f"{_VISION}embeddings.position_embedding.weight"],
             "projector_norm.weight": 1.0 + tensors[f"{_PROJECTOR}mm_soft_emb_norm.weight"],
-            "projector": tensors[f"{_PROJECTOR}mm_input_projection_weight"],
+            "projector.weight": tensors[f"{_PROJECTOR}mm_input_projection_weight"].T,
         }
         renamed = {"norm1": "layer_norm1", "norm2": "layer_norm2", "attention.out": "self_attn.out_proj"}
         renamed |= {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}

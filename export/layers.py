@@ -1,4 +1,9 @@
-"""Layers that the towers share, written for export: plain, static control flow, float32 statistics."""
+"""Layers that the towers share, written for export: plain, static control flow, float32 statistics.
+
+In half precision a layer computes in the dtype of its own weights: `Linear` casts what it is given, a norm returns the
+dtype it was given, and sums take the wider dtype. So a layer whose weights are kept in float32 needs nothing around it,
+and what it adds to the residual stream stays in float32 from there on.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,17 @@ class PixelNorm(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         return (pixels.float() - self.shift) / self.divisor
+
+
+class PixelScaleThenNorm(nn.Module):
+    """uint8 pixels to the floats of torchvision's ToTensor and Normalize: to 0 to 1 first, bit for bit."""
+
+    def __init__(self, mean: float, std: float):
+        super().__init__()
+        self.mean, self.std = mean, std
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return (pixels.float() / 255 - self.mean) / self.std
 
 
 class PixelTable(nn.Module):
@@ -62,6 +78,20 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
 
 
+class Linear(nn.Linear):
+    """A linear layer that computes in the dtype of its weights, whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class ScaledDotProduct(nn.Module):
+    """Attention over [batch, heads, tokens, head size]. A module of its own, so that hooks see queries and keys."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+
 class Attention(nn.Module):
     """Bidirectional self-attention over all tokens of a row, with one fused projection for q, k and v."""
 
@@ -69,15 +99,16 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.head_size = hidden // heads
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.out = nn.Linear(hidden, hidden)
+        self.qkv = Linear(hidden, 3 * hidden)
+        self.scores = ScaledDotProduct()
+        self.out = Linear(hidden, hidden)
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         query, key, value = (part.unflatten(-1, (self.heads, self.head_size)) for part in self.qkv(x).chunk(3, dim=-1))
         if rope is not None:
             query, key = rotated(query, rope), rotated(key, rope)
         # [batch, tokens, heads, head_size] -> [batch, heads, tokens, head_size]
-        mixed = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        mixed = self.scores(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -86,8 +117,8 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int, inner: int, gelu: Gelu):
         super().__init__()
-        self.up = nn.Linear(hidden, inner)
-        self.down = nn.Linear(inner, hidden)
+        self.up = Linear(hidden, inner)
+        self.down = Linear(inner, hidden)
         self.gelu = gelu
 
     def forward(self, x: Tensor) -> Tensor:

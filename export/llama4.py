@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbovit.engines.bundle import TensorSpec
+from turbovit.engines.bundle import Profile, TensorSpec
 from turbovit.engines.errors import CheckpointError
 from turbovit.export.config import check_side, check_steps, full_config, one_for_all, require_supported
-from turbovit.export.layers import Block, LayerNorm, PixelTable, Rope, patches_from_pixels
+from turbovit.export.layers import Block, LayerNorm, Linear, PixelTable, Rope, patches_from_pixels
 from turbovit.export.tower import LimitOption, Sample, Tower
 
 _VISION = "vision_model."
@@ -68,7 +68,7 @@ class Llama4Tower(Tower):
     def __init__(self, spec: Llama4Spec):
         super().__init__()
         self.spec = spec
-        self.embedding = nn.Linear(3 * spec.patch**2, spec.hidden, bias=False)
+        self.embedding = Linear(3 * spec.patch**2, spec.hidden, bias=False)
         self.class_token = nn.Parameter(torch.empty(spec.hidden))
         self.position = nn.Parameter(torch.empty(spec.grid**2 + 1, spec.hidden))
         self.norm_before = LayerNorm(spec.hidden, eps=_EPS)
@@ -76,9 +76,9 @@ class Llama4Tower(Tower):
             Block(spec.hidden, spec.heads, spec.inner, _EPS, "none") for _ in range(spec.layers)
         )
         self.norm_after = LayerNorm(spec.hidden, eps=_EPS)
-        self.adapter_in = nn.Linear(spec.hidden * _SHUFFLE**2, spec.adapter_in, bias=False)
-        self.adapter_out = nn.Linear(spec.adapter_in, spec.adapter_out, bias=False)
-        self.projector = nn.Linear(spec.adapter_out, spec.out, bias=False)
+        self.adapter_in = Linear(spec.hidden * _SHUFFLE**2, spec.adapter_in, bias=False)
+        self.adapter_out = Linear(spec.adapter_in, spec.adapter_out, bias=False)
+        self.projector = Linear(spec.adapter_out, spec.out, bias=False)
         with torch.device("cpu"):  # numbers of the architecture, no checkpoint tensors
             self.rope = _rope(spec)
             # Not while tracing: the exporter computes bfloat16 in float32.
@@ -87,8 +87,9 @@ class Llama4Tower(Tower):
     def forward(self, pixels: Tensor) -> Tensor:
         spec = self.spec
         x = patches_from_pixels(self.normalise(pixels), spec.patch)  # [tiles, patches, 3 * patch * patch]
-        x = self.embedding(x.to(self.projector.weight.dtype))
-        x = torch.cat([x, self.class_token.expand(x.shape[0], 1, -1)], dim=1) + self.position
+        x = self.embedding(x)
+        class_token = self.class_token.to(x.dtype).expand(x.shape[0], 1, -1)
+        x = torch.cat([x, class_token], dim=1) + self.position
         x = self.norm_before(x)
         rope = (self.rope[0].to(x.device), self.rope[1].to(x.device))
         for block in self.blocks:
@@ -96,7 +97,7 @@ class Llama4Tower(Tower):
         side = spec.grid // _SHUFFLE
         x = self.norm_after(x)[:, :-1].unflatten(1, (side, _SHUFFLE, side, _SHUFFLE))
         x = x.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(1, 2)  # [tiles, tokens, (y, x, hidden) of a token's patches]
-        return self.projector(F.gelu(self.adapter_out(F.gelu(self.adapter_in(x)))))
+        return self.projector(F.gelu(self.adapter_out(F.gelu(self.adapter_in(x))))).to(self.dtype)
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Llama4Spec:
@@ -194,6 +195,15 @@ class Llama4Tower(Tower):
 
     def default_limits(self) -> dict[str, int]:
         return {"tiles": 17}  # an image of 16 tiles and its global view
+
+    def default_profiles(self, limits: Mapping[str, int]) -> tuple[Profile, ...]:
+        """One tile; an image of four tiles and its global view; the most."""
+        limit = limits["tiles"]
+        ranges = [sizes for sizes in ((1, 1, 1), (1, 5, 9)) if sizes[2] < limit] + [(1, limit, limit)]
+        return tuple(Profile({"tiles": sizes}) for sizes in ranges)
+
+    def tokens(self, sizes: Mapping[str, int]) -> int:
+        return self.spec.grid**2 + 1
 
     def samples(self, seed: int) -> list[Sample]:
         """Three tiles in one batch (noise, a checkerboard, a ramp), then the last two, then the last alone."""

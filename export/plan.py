@@ -5,28 +5,100 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from turbovit.engines.bundle import MANIFEST, Manifest, read_manifest
+from turbovit.engines.bundle import MANIFEST, Engine, Manifest, Profile, read_manifest
 from turbovit.engines.commands import build_command
 from turbovit.engines.encoder import RUNNERS
 from turbovit.engines.errors import BuildError, BundleError, RuntimeUnavailableError
 from turbovit.engines.families import FamilyRow, family_from_architecture, load
 from turbovit.engines.store import bundles_folder
-from turbovit.export.checkpoint import Checkpoint, image_processor_config, open_checkpoint
+from turbovit.export.checkpoint import Checkpoint, open_checkpoint
+from turbovit.export.memory import require_gpu_memory
+from turbovit.export.precision import choice_from_ranges, fp32_layers, label
+from turbovit.export.profiles import profile_from_text
+from turbovit.export.targets import COMPILED, architectures, gpu_memory_here, library_version
 from turbovit.export.tower import Tower, source_from_checkpoint
 
-ATTENTION_FORMS = {"onnxruntime": "multihead"}
 PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+# Forms of attention by runtime and precision, best first: the first that builds and certifies is taken. In half
+# precision the Attention node becomes one fused kernel, or does not build; in float32 TensorRT has no such kernel.
+_FUSED_IN_HALF = {"fp32": ("matmul",), "fp16": ("attention", "matmul"), "bf16": ("attention", "matmul")}
+ATTENTION_FORMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "onnxruntime": dict.fromkeys(PRECISIONS, ("multihead",)),
+    "tensorrt": _FUSED_IN_HALF,
+    "tensorrt_rtx": _FUSED_IN_HALF,
+}
 REFERENCE = "reference.safetensors"
-_AUTO_PRECISION = {"onnxruntime": "fp32"}
+# Where it is half precision, the range check has the last word.
+_AUTO_PRECISION = {"onnxruntime": "fp32", "tensorrt": "fp16", "tensorrt_rtx": "fp16"}
+_NO_BFLOAT16 = "7.5"  # compute capability of the GPUs without it
 _PACKAGES = {"onnxruntime": ("onnxruntime", "onnxruntime-gpu")}
 _TOOLS = ("turbovit", "torch", "transformers", "onnx", "onnxscript")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What a user may say about engines that are compiled.
+
+    Attributes:
+        capabilities: compute capabilities to compile for (``"8.9"``); empty for this machine's GPU.
+        profiles: as `turbovit.export.profiles.profile_from_text` reads them; empty for the family's own.
+        gpu_memory: bytes that the GPU has; None where it is this machine's, or not known.
+    """
+
+    capabilities: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    gpu_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine to make.
+
+    Attributes:
+        version: of the runtime that is installed.
+        forms: of attention, best first.
+        precision: where the range check chooses it, one that needs as much memory.
+        architectures: compute capabilities to compile for, and `profiles` the shapes; empty where nothing is compiled.
+        fp32_layers: the tower's layers that stay in float32, by path.
+        asked: the precision asked for, maybe ``auto``.
+        reason: why it has its precision; empty where `Plan.settled` was not there yet.
+    """
+
+    runtime: str
+    version: str
+    precision: str
+    forms: tuple[str, ...]
+    architectures: tuple[str, ...] = ()
+    profiles: tuple[Profile, ...] = ()
+    fp32_layers: tuple[str, ...] = ()
+    asked: str = ""
+    reason: str = ""
+
+    @property
+    def label(self) -> str:
+        """What its graphs and weights are named by."""
+        return label(self.precision, self.fp32_layers)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether there is more to do than to write a graph."""
+        return self.runtime in COMPILED
+
+    def is_met_by(self, engine: Engine | None) -> bool:
+        """Whether an engine that is there will do. One that was compiled is tied to version, GPUs and shapes."""
+        if engine is None or engine.fp32_layers != self.fp32_layers:
+            return False
+        if not self.compiled:
+            return True
+        wanted = self.version, self.architectures, self.profiles
+        return wanted == (engine.version, engine.architectures, engine.profiles)
 
 
 @dataclass(frozen=True)
@@ -35,7 +107,8 @@ class Plan:
 
     Attributes:
         manifest: as it will be, but for engines and files.
-        wanted: the engines asked for, as (runtime, precision).
+        wanted: the engines asked for.
+        gpu_memory: bytes that a compiled engine may take on its GPU; None where it is not known.
     """
 
     family: FamilyRow
@@ -43,10 +116,41 @@ class Plan:
     spec: Any
     checkpoint: Checkpoint
     manifest: Manifest
-    wanted: tuple[tuple[str, str], ...]
+    wanted: tuple[EnginePlan, ...]
+    gpu_memory: int | None
+
+    def described(self) -> Tower:
+        """The tower without weights: it knows its inputs, outputs and sizes."""
+        with torch.device("meta"):
+            return self.tower(self.spec)
+
+    def settled(self, ranges: Mapping[str, float]) -> tuple[EnginePlan, ...]:
+        """The engines asked for, each in the precision that the range check allows or chooses.
+
+        Args:
+            ranges: of the float32 reference tower.
+
+        Raises:
+            BuildError: float16 cannot hold the tower, or the GPUs have no bfloat16; says why.
+        """
+        return tuple(self._settled(engine, ranges) for engine in self.wanted)
+
+    def _settled(self, engine: EnginePlan, ranges: Mapping[str, float]) -> EnginePlan:
+        if engine.precision == "fp32":
+            return engine
+        bfloat16 = _NO_BFLOAT16 not in engine.architectures
+        choice = choice_from_ranges(ranges, self.described(), engine.asked, engine.fp32_layers, bfloat16=bfloat16)
+        return replace(engine, precision=choice.precision, reason=choice.reason)
 
 
-def plan_build(model: str | Path, precision: str, runtimes: Sequence[str], limits: Mapping[str, int]) -> Plan:
+def plan_build(
+    model: str | Path,
+    precision: str,
+    runtimes: Sequence[str],
+    limits: Mapping[str, int],
+    options: CompileOptions | None = None,
+    raised: Sequence[str] = (),
+) -> Plan:
     """Open the checkpoint and settle what to build; reads the weights only to hash them.
 
     Args:
@@ -54,29 +158,40 @@ def plan_build(model: str | Path, precision: str, runtimes: Sequence[str], limit
         precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``.
         runtimes: which runtimes to build for.
         limits: what the bundle shall accept where not the family's default, such as ``{"images": 8}``.
+        options: for runtimes that compile.
+        raised: layers that stay in float32, by path or glob.
 
     Raises:
         CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
-        BuildError, RuntimeUnavailableError: a runtime, precision or limit is unknown or not to be had here.
+        BuildError, RuntimeUnavailableError: a runtime, precision, limit or option is unknown or not to be had here,
+            or an engine would not fit the GPU.
     """
-    wanted = tuple(dict.fromkeys((runtime, _precision(runtime, precision)) for runtime in runtimes))
-    if not wanted:
-        raise BuildError(f"no runtime to build for; available: {', '.join(ATTENTION_FORMS)}")
+    options = options or CompileOptions()
+    engines = _engines(precision, runtimes, options)
     family, tower, checkpoint = _open(model)
     described = _described(tower, checkpoint)
+    bounds = _limits(described, limits)
+    profiles = _profiles(described, bounds, options.profiles)
     manifest = Manifest(
         family=family.name,
         architecture=str(checkpoint.architecture),
         source=source_from_checkpoint(tower, described.spec, checkpoint),
-        limits=_limits(described, limits),
+        limits=bounds,
         inputs=described.inputs(),
         outputs=described.outputs("float32"),
         facts=described.facts(checkpoint.config),
         reference=REFERENCE,
         engines=(),
-        tools=_tools(runtimes),
+        tools=_tools(engines),
     )
-    return Plan(family, tower, described.spec, checkpoint, manifest, wanted)
+    wanted = tuple(replace(engine, profiles=profiles) if engine.compiled else engine for engine in engines)
+    wanted = _with_fp32_layers(wanted, fp32_layers(described, raised))
+    memory = options.gpu_memory
+    if memory is None and any(engine.runtime == "tensorrt" for engine in wanted):
+        memory = gpu_memory_here()
+    for engine in wanted:  # before anything is exported; a form that is fallen back to is looked at when it is its turn
+        require_gpu_memory(described, engine.profiles, engine.precision, engine.forms[0], memory)
+    return Plan(family, tower, described.spec, checkpoint, manifest, wanted, memory)
 
 
 def find_bundle(model: str | Path) -> Path | None:
@@ -142,7 +257,13 @@ def _fingerprint_of(model: str | Path) -> tuple[Any, ...]:
 
 
 def runtime_version(runtime: str) -> str:
-    """The installed version of a runtime's package."""
+    """The installed version of a runtime.
+
+    Raises:
+        RuntimeUnavailableError: it is not installed, or cannot build here; says why.
+    """
+    if runtime in COMPILED:
+        return library_version(runtime)
     for package in _PACKAGES[runtime]:
         with contextlib.suppress(PackageNotFoundError):
             return version(package)
@@ -159,19 +280,49 @@ def _open(model: str | Path) -> tuple[FamilyRow, type[Tower], Checkpoint]:
 def _described(tower: type[Tower], checkpoint: Checkpoint) -> Tower:
     """The tower without weights: it knows its inputs, outputs and facts."""
     with torch.device("meta"):
-        return tower(tower.spec_from_config(checkpoint.config, image_processor_config(checkpoint.folder)))
+        return tower(tower.spec_from_config(checkpoint.config, tower.image_processor(checkpoint.folder)))
 
 
-def _precision(runtime: str, precision: str) -> str:
-    if runtime not in ATTENTION_FORMS:
-        raise BuildError(f"unknown runtime {runtime!r}; available: {', '.join(ATTENTION_FORMS)}")
-    reason = load(RUNNERS[runtime]).unavailable(torch.device("cpu"))
-    if reason:
-        raise RuntimeUnavailableError(f"cannot build for {runtime}: {reason}")
+def _engines(precision: str, runtimes: Sequence[str], options: CompileOptions) -> tuple[EnginePlan, ...]:
+    """The engines asked for, without their profiles."""
+    names = dict.fromkeys(runtime.strip().replace("-", "_") for runtime in runtimes)
+    unknown = [name for name in names if name not in ATTENTION_FORMS]
+    if unknown:
+        raise BuildError(f"unknown runtime {unknown[0]!r}; available: {', '.join(ATTENTION_FORMS)}")
+    if options.capabilities and "tensorrt_rtx" not in names:
+        raise BuildError(
+            "--compute-capability is for --runtime tensorrt-rtx alone: no other compiles for GPUs elsewhere"
+        )
+    if (options.profiles or options.gpu_memory) and not any(name in COMPILED for name in names):
+        raise BuildError(f"profiles and GPU memory are for runtimes that compile: {', '.join(COMPILED)}")
+    return tuple(_engine(name, precision, options.capabilities) for name in names)
+
+
+def _engine(runtime: str, precision: str, capabilities: tuple[str, ...]) -> EnginePlan:
     chosen = _AUTO_PRECISION[runtime] if precision == "auto" else precision
     if chosen not in PRECISIONS:
         raise BuildError(f"unknown precision {precision!r}; available: auto, {', '.join(PRECISIONS)}")
-    return chosen
+    forms = ATTENTION_FORMS[runtime][chosen]
+    if runtime in COMPILED:
+        targets = architectures(runtime, capabilities)
+        return EnginePlan(runtime, runtime_version(runtime), chosen, forms, targets, asked=precision)
+    reason = load(RUNNERS[runtime]).unavailable(torch.device("cpu"))
+    if reason:
+        raise RuntimeUnavailableError(f"cannot build for {runtime}: {reason}")
+    return EnginePlan(runtime, runtime_version(runtime), chosen, forms, asked=precision)
+
+
+def _with_fp32_layers(engines: tuple[EnginePlan, ...], layers: tuple[str, ...]) -> tuple[EnginePlan, ...]:
+    half = [engine for engine in engines if engine.precision != "fp32"]
+    if layers and not half:
+        raise BuildError("--fp32-layers is for half precision, and all that is asked for is in fp32: give --precision")
+    return tuple(replace(engine, fp32_layers=layers) if engine in half else engine for engine in engines)
+
+
+def _profiles(described: Tower, limits: Mapping[str, int], texts: Sequence[str]) -> tuple[Profile, ...]:
+    batch = str(described.inputs()[0].shape[0])
+    given = dict.fromkeys(texts)  # the same twice is one
+    return tuple(profile_from_text(text, limits, batch) for text in given) or described.default_profiles(limits)
 
 
 def _limits(described: Tower, given: Mapping[str, int]) -> dict[str, int]:
@@ -187,6 +338,8 @@ def _limits(described: Tower, given: Mapping[str, int]) -> dict[str, int]:
     return limits
 
 
-def _tools(runtimes: Sequence[str]) -> dict[str, str]:
-    found = {name: version(name) for name in _TOOLS} | {runtime: runtime_version(runtime) for runtime in runtimes}
+def _tools(engines: Sequence[EnginePlan]) -> dict[str, str]:
+    found = {name: version(name) for name in _TOOLS} | {engine.runtime: engine.version for engine in engines}
+    if any(engine.compiled for engine in engines):
+        found["polygraphy"] = version("polygraphy")
     return {"python": platform.python_version(), **found}

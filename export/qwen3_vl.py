@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbovit.engines.bundle import TensorSpec
+from turbovit.engines.bundle import Profile, TensorSpec
 from turbovit.engines.errors import CheckpointError
-from turbovit.engines.qwen3_vl import grid_inputs
+from turbovit.engines.qwen3_vl import PATCHES_A_RUN, grid_inputs
 from turbovit.export.config import check_steps, full_config, one_for_all, require_supported
-from turbovit.export.layers import Block, LayerNorm, PixelNorm
+from turbovit.export.layers import Block, LayerNorm, Linear, PixelNorm
+from turbovit.export.profiles import buckets
 from turbovit.export.tower import LimitOption, Sample, Tower
 
 _VISION = "model.visual."
@@ -73,8 +74,8 @@ class Merger(nn.Module):
         self.block = spec.merge**2
         self.norm_after = norm_after
         self.norm = LayerNorm(spec.merged if norm_after else spec.hidden, eps=_EPS)
-        self.up = nn.Linear(spec.merged, spec.merged)
-        self.down = nn.Linear(spec.merged, spec.out)
+        self.up = Linear(spec.merged, spec.merged)
+        self.down = Linear(spec.merged, spec.out)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.norm_after:
@@ -100,7 +101,7 @@ class Qwen3VLTower(Tower):
         super().__init__()
         self.spec = spec
         self.normalise = PixelNorm(spec.mean, spec.std, spec.scale)
-        self.embedding = nn.Linear(spec.patch_values, spec.hidden)
+        self.embedding = Linear(spec.patch_values, spec.hidden)
         self.position = nn.Embedding(spec.positions, spec.hidden)
         self.blocks = nn.ModuleList(
             Block(spec.hidden, spec.heads, spec.inner, _EPS, "tanh") for _ in range(spec.layers)
@@ -115,20 +116,19 @@ class Qwen3VLTower(Tower):
         self, pixels: Tensor, interp_index: Tensor, interp_weight: Tensor, patch_position: Tensor
     ) -> tuple[Tensor, ...]:
         spec = self.spec
-        dtype = self.embedding.weight.dtype
-        x = self.embedding(self.normalise(pixels).to(dtype))
+        x = self.embedding(self.normalise(pixels))
         # Corner by corner: all four at once would take four times the memory of the patches.
         position = self.position(interp_index[0]).float() * interp_weight[0][:, None]
         for corner in range(1, 4):
             position = position + self.position(interp_index[corner]).float() * interp_weight[corner][:, None]
-        x = x + position.to(dtype)
+        x = x + position.to(x.dtype)
         rope = self._rope(patch_position)
         levels = []
         for layer, block in enumerate(self.blocks):
             x = block(x, rope)
             if layer in spec.levels:
                 levels.append(self.level_mergers[spec.levels.index(layer)](x))
-        return (self.merger(x), *levels)
+        return tuple(output.to(self.dtype) for output in (self.merger(x), *levels))
 
     def _rope(self, patch_position: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [patches, 1, head size], float32: pairs in the first half turn with the row, then the column."""
@@ -239,6 +239,20 @@ class Qwen3VLTower(Tower):
 
     def default_limits(self) -> dict[str, int]:
         return {"frames": 8, "merged": 16384}  # a grid of 16,777,216 pixels, the processor's own limit
+
+    def default_profiles(self, limits: Mapping[str, int]) -> tuple[Profile, ...]:
+        """By patches of a frame: up to 1,024 (512x512 pixels), 4,096, 16,384 (a 1080p image has 8,160), and the limit.
+
+        The optimum is one frame, and half of the range's patches. A range holds as many frames as the preprocessor
+        puts into one run.
+        """
+        ranges = buckets(limits["merged"], [patches // self.spec.merge**2 for patches in (1024, 4096, 16384)])
+        most = [PATCHES_A_RUN // (low * self.spec.merge**2) for low, _, _ in ranges]
+        frames = [(1, 1, max(1, min(count, limits["frames"]))) for count in most]
+        return tuple(Profile({"frames": f, "merged": merged}) for f, merged in zip(frames, ranges, strict=True))
+
+    def tokens(self, sizes: Mapping[str, int]) -> int:
+        return self.spec.merge**2 * sizes["merged"]
 
     def samples(self, seed: int) -> list[Sample]:
         """Noise on grids that are wide, tall, square and single, alone and in batches."""

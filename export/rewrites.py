@@ -113,7 +113,11 @@ def _joined(op: Any, part: ir.Value, width: int) -> ir.Value:
 
 
 class _MatMul(_AttentionRule):
-    """Attention on [batch, heads, tokens, size] -> MatMul, Softmax (in float32), MatMul."""
+    """Attention on [batch, heads, tokens, size] -> MatMul, Softmax (in float32), MatMul.
+
+    The query is scaled in float32 and before the product: bfloat16 would round the scale itself, by up to 0.4 percent
+    of every score, and unscaled scores are nearer to float16's limit.
+    """
 
     def pattern(self, op: Any, query: Any, key: Any, value: Any) -> Any:
         return op.Attention(query, key, value, _outputs=["attention"], _allow_other_inputs=True)
@@ -123,12 +127,18 @@ class _MatMul(_AttentionRule):
 
     def rewrite(self, op: Any, query: Any, key: Any, value: Any, attention: Any, **_: Any) -> Any:
         size = attention.shape[3]
-        scale = ir.tensor(_attribute(attention, "scale", size**-0.5), dtype=query.dtype)
-        scores = op.MatMul(op.Mul(query, op.Constant(value=scale)), op.Transpose(key, perm=[0, 1, 3, 2]))
-        if query.dtype in _HALF:
-            weights = op.Softmax(op.Cast(scores, to=ir.DataType.FLOAT), axis=-1)
-            return op.MatMul(op.Cast(weights, to=query.dtype), value)
-        return op.MatMul(op.Softmax(scores, axis=-1), value)
+        half = query.dtype in _HALF
+
+        def wide(value: Any) -> Any:
+            return op.Cast(value, to=ir.DataType.FLOAT) if half else value
+
+        def narrow(value: Any) -> Any:
+            return op.Cast(value, to=query.dtype) if half else value
+
+        scale = ir.tensor(_attribute(attention, "scale", size**-0.5), dtype=ir.DataType.FLOAT)
+        scaled = narrow(op.Mul(wide(query), op.Constant(value=scale)))
+        scores = op.MatMul(scaled, op.Transpose(key, perm=[0, 1, 3, 2]))
+        return op.MatMul(narrow(op.Softmax(wide(scores), axis=-1)), value)
 
 
 FORMS: dict[str, Callable[[], _AttentionRule] | None] = {

@@ -157,7 +157,7 @@ def byte_fallback_bpe(first: Iterable[str], last: Iterable[str], unknown: str) -
     return tokenizer
 
 
-def byte_level_bpe(*pieces: str) -> Tokenizer:
+def byte_level_bpe(*pieces: str, first: Iterable[str] = (), joined: Iterable[Merge] = ()) -> Tokenizer:
     """A BPE tokenizer over bytes, with merges for a few English words and for runs of spaces and of newlines.
 
     A mark and the newlines after it are one token too, so that a text tokenised in parts may get other ids. There
@@ -165,6 +165,8 @@ def byte_level_bpe(*pieces: str) -> Tokenizer:
 
     Args:
         pieces: regular expressions; one after the other, their matches become pieces that no merge reaches across.
+        first: vocabulary entries that get the ids from 0 on.
+        joined: merges besides, the last of all, of entries that are there.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -172,7 +174,8 @@ def byte_level_bpe(*pieces: str) -> Tokenizer:
     # Longest first, as above.
     merges = [(mark * length, mark) for mark in (space, newline) for length in range(LONGEST_RUN - 1, 0, -1)]
     merges += [(mark, newline * length) for mark in ".:?!>" for length in (1, 2)] + word_merges(space)
-    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
+    merges += joined
+    entries = [*first, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
     vocabulary = {entry: index for index, entry in enumerate(dict.fromkeys(entries))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     splits = [pre_tokenizers.Split(Regex(piece), "isolated") for piece in pieces]

@@ -1,4 +1,4 @@
-"""The reference tower as a runner. Needs the checkpoint that the bundle was built from."""
+"""The reference tower as a runner, in any precision. Needs the checkpoint that the bundle was built from."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from turbovit.engines.commands import build_command
 from turbovit.engines.errors import CheckpointError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.runner import Runner
-from turbovit.export.checkpoint import image_processor_config, open_checkpoint
+from turbovit.export.checkpoint import open_checkpoint
+from turbovit.export.precision import in_precision
 from turbovit.export.tower import Tower, load_tower, source_from_checkpoint
 
 
 class TorchRunner(Runner):
-    """The float32 tower, eager, with torch's scaled dot product attention."""
+    """The tower, eager, with torch's scaled dot product attention; in float32 it is the reference."""
 
     runtime = "torch"
 
     def __init__(self, manifest: Manifest, engine: Engine, device: torch.device, tower: Tower):
         super().__init__(manifest, engine, device)
-        self._tower = tower
+        self.tower = tower
 
     @classmethod
     def open(cls, bundle: Bundle, engine: Engine, device: torch.device) -> TorchRunner:
@@ -32,7 +33,7 @@ class TorchRunner(Runner):
         source = bundle.manifest.source
         tower_class: type[Tower] = load(family_from_name(bundle.manifest.family).tower)
         checkpoint = open_checkpoint(source.name, tower_class.is_checkpoint_vision)
-        spec = tower_class.spec_from_config(checkpoint.config, image_processor_config(checkpoint.folder))
+        spec = tower_class.spec_from_config(checkpoint.config, tower_class.image_processor(checkpoint.folder))
         found = source_from_checkpoint(tower_class, spec, checkpoint)
         if (found.tensors_sha256, found.config) != (source.tensors_sha256, source.config):
             raise CheckpointError(
@@ -40,7 +41,8 @@ class TorchRunner(Runner):
                 f"weights {found.tensors_sha256[:12]}..., expected {source.tensors_sha256[:12]}...; "
                 f"build a bundle of them: {build_command(source.name)}"
             )
-        return cls(bundle.manifest, engine, device, load_tower(tower_class, spec, checkpoint).to(device))
+        tower = in_precision(load_tower(tower_class, spec, checkpoint), engine.precision, engine.fp32_layers)
+        return cls(bundle.manifest, engine, device, tower.to(device))
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -50,7 +52,8 @@ class TorchRunner(Runner):
 
     @property
     def description(self) -> str:
-        return f"torch {torch.__version__} on {self.device}"
+        precision = "" if self.engine.precision == "fp32" else f"{self.engine.precision} "
+        return f"torch {torch.__version__} {precision}on {self.device}"
 
     def _infer(self, inputs: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        return self._tower.run(inputs)
+        return self.tower.run(inputs)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from turbovit.engines.bundle import Source, TensorSpec
+from turbovit.engines.bundle import Profile, Source, TensorSpec
 from turbovit.engines.errors import CheckpointError
 from turbovit.engines.shapes import bind
 from turbovit.export.checkpoint import Checkpoint, image_processor_config, video_processor_config
@@ -61,11 +61,22 @@ class Tower(nn.Module, ABC):
 
     Attributes:
         limit_options: what a user may limit, by name.
+        dtype: of the outputs; see `turbovit.export.precision.in_precision`.
     """
 
     limit_options: ClassVar[Mapping[str, LimitOption]]
 
     spec: Any
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def image_processor(cls, folder: Path) -> dict[str, Any]:
+        """The image processor's settings in a checkpoint's folder.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        return image_processor_config(folder)
 
     @classmethod
     @abstractmethod
@@ -74,7 +85,7 @@ class Tower(nn.Module, ABC):
 
         Args:
             config: the checkpoint's config.json.
-            preprocessor: its preprocessor_config.json.
+            preprocessor: its image processor's settings.
 
         Raises:
             CheckpointError: an entry is missing or makes no sense.
@@ -131,6 +142,10 @@ class Tower(nn.Module, ABC):
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """What the family's preprocessor and glue need to know, for the manifest."""
 
+    def extra_tensors(self) -> dict[str, Tensor]:
+        """Small tensors that the preprocessor puts between the engine's features, for the bundle."""
+        return {}
+
     @abstractmethod
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The engine's inputs, batch first, in the order of `forward`'s arguments."""
@@ -142,6 +157,21 @@ class Tower(nn.Module, ABC):
     @abstractmethod
     def default_limits(self) -> dict[str, int]:
         """The largest value of every symbol that `build` sets unless told otherwise."""
+
+    def default_profiles(self, limits: Mapping[str, int]) -> tuple[Profile, ...]:
+        """What compiled engines are optimised for unless a user says otherwise: together, everything within `limits`.
+
+        One row alone, and any number of them; families that know their images better say so.
+        """
+        (batch, limit), *others = limits.items()
+        rest = {symbol: (1, max(1, most // 2), most) for symbol, most in others}
+        rows = dict.fromkeys([(1, 1, 1), (1, max(1, limit // 2), limit)])
+        return tuple(Profile({batch: sizes, **rest}) for sizes in rows)
+
+    def tokens(self, sizes: Mapping[str, int]) -> int:
+        """How many patches (and class tokens) of a row attend to each other, by the values of the symbols."""
+        grid: int = self.spec.grid
+        return grid**2
 
     @abstractmethod
     def samples(self, seed: int) -> list[Sample]:
@@ -156,7 +186,7 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
     """
     names = checked_names(tower, spec, checkpoint)
     processors = {
-        "image_processor": image_processor_config(checkpoint.folder),
+        "image_processor": tower.image_processor(checkpoint.folder),
         "video_processor": video_processor_config(checkpoint.folder),
     }
     config = dataclasses.asdict(spec) | {name: settings for name, settings in processors.items() if settings}

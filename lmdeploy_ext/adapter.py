@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from turbovit.engines.errors import InputError, UnsupportedBackendError
-from turbovit.engines.families import FAMILIES, FamilyRow, load
+from turbovit.engines.families import FAMILIES, FamilyRow, architecture_from_config, load
 from turbovit.engines.images import rgb_from_bytes
 from turbovit.engines.preprocessor import Video
 from turbovit.lmdeploy_ext.conversation import MEDIA, MediaPart
@@ -50,6 +50,7 @@ PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
         "media_io_kwargs",
         "allowed_media_domains",
     ),
+    "lmdeploy.serve.processors.multimodal:BaseChatTemplate.messages2prompt": ("messages",),
     "lmdeploy.vl.engine:_raise_exception_on_finish": ("task",),
     "lmdeploy.archs:autoget_backend": ("model_path", "trust_remote_code"),
     "lmdeploy.archs:get_model_arch": ("model_path", "trust_remote_code"),
@@ -132,6 +133,7 @@ def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
     Args:
         compiled_model: gives the compiled vision model of an image encoder, or None where it has none.
     """
+    from lmdeploy.serve.processors import multimodal
     from lmdeploy.serve.processors.multimodal import MultimodalProcessor
 
     parse = MultimodalProcessor._parse_multimodal_item
@@ -181,6 +183,7 @@ def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
             media_io_kwargs = _with_alpha(media_io_kwargs or {}, model.encoder.preprocessor.alpha)
         return await multimodal_input(self, messages, do_preprocess, *args, media_io_kwargs=media_io_kwargs, **kwargs)
 
+    multimodal.BaseChatTemplate = _raw_template_class()  # it makes one for ``do_preprocess=False`` alone
     MultimodalProcessor._parse_multimodal_item = staticmethod(parse_naming_errors)
     MultimodalProcessor._get_text_prompt_input = text_input_of_model
     MultimodalProcessor._get_multimodal_prompt_input = multimodal_input_of_model
@@ -197,7 +200,8 @@ def patch_backend_choice(refusal: Callable[[str], str | None]) -> None:
     """Refuse where LMDeploy would silently fall back from TurboMind to its PyTorch engine.
 
     Args:
-        refusal: gives the message for an architecture that TurboMind has no language model for, else None.
+        refusal: gives the message for an architecture of the table of families that TurboMind has no language model
+            for, else None.
     """
     from lmdeploy import archs
 
@@ -205,7 +209,8 @@ def patch_backend_choice(refusal: Callable[[str], str | None]) -> None:
 
     @functools.wraps(choose)
     def choose_or_refuse(model_path: str, *args: Any, **kwargs: Any) -> str:
-        message = refusal(archs.get_model_arch(model_path, *args, **kwargs)[0])
+        config = archs.get_model_arch(model_path, *args, **kwargs)[1].to_dict()
+        message = refusal(architecture_from_config(config) or "")
         if message:
             raise UnsupportedBackendError(message)
         return choose(model_path, *args, **kwargs)
@@ -214,13 +219,34 @@ def patch_backend_choice(refusal: Callable[[str], str | None]) -> None:
 
 
 def is_raw(chat_template: Any) -> bool:
-    """Whether this is the empty template that LMDeploy uses for ``do_preprocess=False``.
+    """Whether this is the empty template that LMDeploy uses for ``do_preprocess=False``, or for lack of any other.
 
     A template that a user wrote in a JSON file is a BaseChatTemplate too, with something in it.
     """
     from lmdeploy.model import BaseChatTemplate
 
-    return type(chat_template) is BaseChatTemplate and vars(chat_template) == vars(BaseChatTemplate())
+    return sent_raw(chat_template) or (
+        type(chat_template) is BaseChatTemplate and vars(chat_template) == vars(BaseChatTemplate())
+    )
+
+
+def sent_raw(chat_template: Any) -> bool:
+    """Whether this stands for a request with ``do_preprocess=False``."""
+    return isinstance(chat_template, _raw_template_class())
+
+
+def is_unedited(chat_template: Any, names: Collection[str]) -> bool:
+    """Whether this is a template of LMDeploy's own, by one of these names, as LMDeploy has it.
+
+    Stop words may be others: they are no part of the prompt.
+    """
+    from lmdeploy.model import MODELS
+
+    def texts(template: Any) -> dict[str, Any]:
+        return {name: value for name, value in vars(template).items() if name != "stop_words"}
+
+    own = [MODELS.get(name) for name in names]
+    return any(type(chat_template) is one and texts(chat_template) == texts(one()) for one in own)
 
 
 def takes_parts(chat_template: Any) -> bool:
@@ -250,11 +276,21 @@ def tokenizer(model_path: str) -> Any:
 
 def _template(processor: Any, do_preprocess: bool, adapter_name: str | None = None) -> Any:
     """The chat template that LMDeploy would use; an adapter can be named after one of its own."""
-    from lmdeploy.model import MODELS, BaseChatTemplate
+    from lmdeploy.model import MODELS
 
     if not do_preprocess:
-        return BaseChatTemplate()
+        return _raw_template_class()()
     return MODELS.module_dict[adapter_name]() if adapter_name in MODELS.module_dict else processor.chat_template
+
+
+@functools.cache
+def _raw_template_class() -> type:
+    from lmdeploy.model import BaseChatTemplate
+
+    class RawTemplate(BaseChatTemplate):
+        """The empty template of a request with ``do_preprocess=False``, told from that of a model that has none."""
+
+    return RawTemplate
 
 
 def _with_alpha(media_io_kwargs: dict[str, Any], alpha: str) -> dict[str, Any]:

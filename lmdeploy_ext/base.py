@@ -80,7 +80,9 @@ class CompiledVisionModel:
         """
         if not self.compiled:
             return super().preprocess(messages)  # type: ignore[misc]
-        return self._preprocessed(messages, [self._pixels(part) for part in self._conversation(messages).media])
+        conversation = self._conversation(messages)
+        options = self.image_options(conversation)
+        return self._preprocessed(messages, [self._pixels(part, options) for part in conversation.media])
 
     def forward(self, messages: list[dict], max_batch_size: int = 1) -> list[dict]:
         """Append ``role='forward'`` with one tensor [tokens, hidden] an entry of `preprocess`, in prompt order.
@@ -137,8 +139,16 @@ class CompiledVisionModel:
             InputError: a message cannot be used, or a text holds a reserved string.
         """
         conversation = self._conversation(messages)
-        if not adapter.is_raw(chat_template):
+        if not self.is_raw(chat_template):
             refuse_reserved(conversation, self.reserved)
+
+    def is_raw(self, chat_template: Any) -> bool:
+        """Whether a request with this chat template is the whole prompt as it stands."""
+        return adapter.is_raw(chat_template)
+
+    def image_options(self, conversation: Conversation) -> Mapping[str, Any]:
+        """The preprocessor's options for the images of a conversation."""
+        return {}
 
     def entry_tokens(self, runs: Sequence[int]) -> list[int]:
         """Tokens of each of `preprocess`'s entries for an image with these runs: all of them in one entry."""
@@ -162,15 +172,18 @@ class CompiledVisionModel:
         self, conversation: Conversation, chat_template: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> str | list[int]:
         """The prompt, with one placeholder an image or video; as it stands where it is raw."""
-        if adapter.is_raw(chat_template) or conversation.has_token_ids:
+        if self.is_raw(chat_template) or conversation.has_token_ids:
             return raw_prompt(conversation)
         refuse_reserved(conversation, self.reserved)
-        placeholders = None if adapter.takes_parts(chat_template) else self.placeholders
-        messages = template_messages(with_markers_applied(conversation), placeholders, self.joins_system_texts)
+        messages = self._template_messages(conversation, chat_template)
         try:
             return chat_template.messages2prompt(messages, tools=tools, **options)
         except Exception as error:  # templates raise TemplateError, KeyError, TypeError and more
             raise InputError(f"the chat template does not take this conversation: {error}") from error
+
+    def _template_messages(self, conversation: Conversation, chat_template: Any) -> list[dict[str, Any]]:
+        placeholders = None if adapter.takes_parts(chat_template) else self.placeholders
+        return template_messages(with_markers_applied(conversation), placeholders, self.joins_system_texts)
 
     def _preprocessed(self, messages: list[dict], pixels: Sequence[Pixels]) -> list[dict]:
         entries = []

@@ -48,6 +48,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need("attention in chunks, with layers without rope between", ("attention_chunk_size", "no_rope_layers")),
         Need("experts whose input is scaled by the router", ("scale_input", "router_scale_input", "input_scale_moe")),
     ),
+    "DeepseekVLV2ForCausalLM": (
+        Need("attention over a compressed latent (MLA)", ("kv_lora_rank",)),
+        Need("shared experts beside the routed ones", ("n_shared_experts",)),
+    ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
 }

@@ -23,7 +23,7 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    from turbovit.lmdeploy_ext import adapter
+    from turbovit.lmdeploy_ext import adapter, deepseek_vl2_config
     from turbovit.lmdeploy_ext.capability import turbomind_refusal
 
     problems = adapter.check()
@@ -31,6 +31,7 @@ def install() -> None:
         raise RuntimeUnavailableError(
             f"turbovit needs lmdeploy 0.18 (pip install 'turbovit[lmdeploy]'); in the one here {'; '.join(problems)}"
         )
+    deepseek_vl2_config.register()
     adapter.register_vision_models()
     adapter.patch_image_loading()
     adapter.patch_prompt_inputs(compiled_model)

@@ -151,8 +151,14 @@ def turbomind_request(
     Raises:
         InputError: the runs are not those of the images.
     """
+    return request_from_ranges(prompt, ids, runs_of(ids, tokens), encoded)
+
+
+def request_from_ranges(
+    prompt: str | None, ids: list[int], ranges: list[list[int]], encoded: Sequence[Encoded]
+) -> dict[str, Any]:
+    """As `turbomind_request`, once it is known where the placeholders stand."""
     embeddings = list(chain(*(one.embeddings for one in encoded)))  # one tensor [tokens, hidden] a run
-    ranges = runs_of(ids, tokens)
     found, expected = [end - begin for begin, end in ranges], [len(tensor) for tensor in embeddings]
     if found != expected:
         raise InputError(f"the prompt has runs of {found} image tokens, its images have {expected}")

@@ -39,7 +39,7 @@ def data() -> Path:
 @pytest.fixture(scope="session")
 def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sample checkpoint. Never changed: copy it first."""
-    return _tiny("gemma3", tmp_path_factory)
+    return _sample("gemma3", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -51,13 +51,13 @@ def tiny_gemma3_bundle(tiny_gemma3: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def tiny_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sample checkpoint. Never changed: copy it first."""
-    return _tiny("qwen3_vl", tmp_path_factory)
+    return _sample("qwen3_vl", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_vl_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sample checkpoint with a mixture of experts. Never changed: copy it first."""
-    return _tiny("qwen3_vl_moe", tmp_path_factory)
+    return _sample("qwen3_vl_moe", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +75,7 @@ def tiny_qwen3_vl_moe_bundle(tiny_qwen3_vl_moe: Path, tmp_path_factory: pytest.T
 @pytest.fixture(scope="session")
 def tiny_llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sample checkpoint. Never changed: copy it first."""
-    return _tiny("llama4", tmp_path_factory)
+    return _sample("llama4", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -84,11 +84,35 @@ def tiny_llama4_bundle(tiny_llama4: Path, tmp_path_factory: pytest.TempPathFacto
     return _bundle_of(tiny_llama4, tmp_path_factory)
 
 
-def _tiny(family: str, factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def tiny_deepseek_vl2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample checkpoint, with plain attention in the language half. Never changed: copy it first."""
+    return _sample("deepseek_vl2", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_deepseek_vl2_bundle(tiny_deepseek_vl2: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle of `tiny_deepseek_vl2`, for at most 10 tiles a run. Never changed: copy it first."""
+    return _bundle_of(tiny_deepseek_vl2, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def small_deepseek_vl2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample checkpoint with MLA in the language half. Never changed: copy it first."""
+    return _sample("deepseek_vl2", tmp_path_factory, "small")
+
+
+@pytest.fixture(scope="session")
+def small_deepseek_vl2_bundle(small_deepseek_vl2: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle of `small_deepseek_vl2`. Never changed: copy it first."""
+    return _bundle_of(small_deepseek_vl2, tmp_path_factory)
+
+
+def _sample(family: str, factory: pytest.TempPathFactory, size: str = "tiny") -> Path:
     from turbovit.export.samples import write_sample
 
-    folder = factory.mktemp("checkpoints") / f"{family}-tiny"
-    write_sample(family, folder, "tiny", 0)
+    folder = factory.mktemp("checkpoints") / f"{family}-{size}"
+    write_sample(family, folder, size, 0)
     return folder
 
 

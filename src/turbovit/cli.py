@@ -62,7 +62,7 @@ def _settings(
 
 @app.command()
 def sample(
-    family: Annotated[str, typer.Argument(help="gemma3, llama4, qwen3_vl or qwen3_vl_moe.")],
+    family: Annotated[str, typer.Argument(help="gemma3, llama4, qwen3_vl, qwen3_vl_moe or deepseek_vl2.")],
     directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist or be empty.")],
     size: Annotated[str, typer.Option(help="tiny, small or full.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
@@ -83,18 +83,55 @@ def build(
         Path | None, typer.Option("-o", "--output", help="The bundle's folder [default: the store].")
     ] = None,
     precision: Annotated[str, typer.Option(help="auto, fp32, fp16 or bf16.")] = "auto",
-    runtime: Annotated[str, typer.Option(help="Runtimes to build for, separated by commas.")] = "onnxruntime",
+    fp32_layers: Annotated[
+        str | None,
+        typer.Option(metavar="LAYER,...", help="Layers that stay in float32, such as blocks.3.mlp or blocks.2?."),
+    ] = None,
+    runtime: Annotated[
+        str,
+        typer.Option(help="Runtimes to build for, separated by commas: onnxruntime, tensorrt-rtx, tensorrt."),
+    ] = "onnxruntime",
+    compute_capability: Annotated[
+        str | None,
+        typer.Option(
+            metavar="8.6,8.9,...",
+            help="GPUs that tensorrt-rtx compiles for; none need be here [default: the one here].",
+        ),
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SYMBOL=MIN:OPT:MAX,...",
+            help="Input shapes to compile for; give it several times for several [default: the family's own].",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Refuse engines that need more memory on their GPU.")
+    ] = None,
     max_images: Annotated[int | None, typer.Option(help="Most images (with their crops) in one engine run.")] = None,
     max_pixels: Annotated[int | None, typer.Option(help="Most pixels an image may have.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Trace the vision tower of MODEL, build engines of it and certify them."""
     from turbovit.export.build import build as build_bundle
+    from turbovit.export.plan import CompileOptions
 
+    options = CompileOptions(
+        capabilities=tuple(part.strip() for part in compute_capability.split(",")) if compute_capability else (),
+        profiles=tuple(profile or ()),
+        gpu_memory=int(gpu_memory * 2**30) if gpu_memory is not None else None,
+    )
     limits = {name: value for name, value in (("images", max_images), ("pixels", max_pixels)) if value is not None}
     with _progress(as_json) as report:
         built = build_bundle(
-            model, output, precision=precision, runtimes=runtime.split(","), limits=limits, report=report
+            model,
+            output,
+            precision=precision,
+            runtimes=runtime.split(","),
+            limits=limits,
+            options=options,
+            fp32_layers=[part.strip() for part in fp32_layers.split(",")] if fp32_layers else (),
+            report=report,
         )
     if as_json:
         new = [engine.file for engine in built.new]
@@ -120,7 +157,7 @@ def verify(
 
     with _progress(as_json) as report:
         report("hashing every file")
-        engines = verify_engines(open_bundle(bundle, use_hash_cache=False), runtime, report)
+        engines = verify_engines(open_bundle(bundle, use_hash_cache=False), _runtime_name(runtime), report)
     if as_json:
         print(json.dumps([_plain(engine) | {"verdict": engine.verdict} for engine in engines]))
     else:
@@ -165,7 +202,7 @@ def encode(
     ],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the features to this .npz file.")] = None,
-    runtime: Annotated[str, typer.Option(help="auto, onnxruntime or torch.")] = "auto",
+    runtime: Annotated[str, typer.Option(help="auto, tensorrt, tensorrt-rtx, onnxruntime or torch.")] = "auto",
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -174,7 +211,7 @@ def encode(
     from turbovit.export.plan import bundle_from_name
 
     with err.status("loading the engine"):
-        encoder = open_encoder(bundle_from_name(source), runtime, device)
+        encoder = open_encoder(bundle_from_name(source), _runtime_name(runtime) or "auto", device)
     rows = []
     features = {}
     for number, image in enumerate(images):
@@ -236,18 +273,39 @@ def _next_step(status: Any, step: str, started: float) -> None:
 
 
 def _print_engines(engines: Sequence[Any]) -> None:
+    from turbovit.engines.profiles import described
+
     colours = {"passed": "green", "failed": "red", "not run": "yellow"}
     for engine in engines:
         verdict = f"[{colours[engine.verdict]}]{engine.verdict}[/]"
         out.print(f"{engine.runtime} {engine.precision} ({engine.attention} attention): {verdict}", soft_wrap=True)
+        if engine.architectures:
+            compiled = f"for compute capability {', '.join(engine.architectures)}; {described(engine.profiles)}"
+            out.print(f"  {escape(compiled)}", soft_wrap=True)
+        if engine.reason:
+            out.print(f"  {engine.precision}: {escape(engine.reason)}", soft_wrap=True)
+        if engine.fp32_layers:
+            out.print(f"  in float32: {escape(', '.join(engine.fp32_layers))}", soft_wrap=True)
         if engine.certificate is None:
             out.print(f"  {escape(engine.not_run or '')}", soft_wrap=True)
-            continue
-        for error in engine.certificate.outputs:
-            out.print(f"  {error.output}: {escape(str(error))}", soft_wrap=True)
-        out.print(f"  bound: {escape(engine.certificate.bound)}", soft_wrap=True)
-        shapes = ", ".join(engine.certificate.shapes)
-        out.print(f"  ran on {escape(engine.certificate.ran_on)}: {escape(shapes)}", soft_wrap=True)
+        else:
+            _print_certificate(engine.certificate)
+        for stand_in in engine.stand_ins:
+            verdict = f"[{colours[stand_in.verdict]}]{stand_in.verdict}[/]"
+            out.print(f"  not this engine, but its precision elsewhere: {verdict}", soft_wrap=True)
+            _print_certificate(stand_in)
+
+
+def _print_certificate(certificate: Any) -> None:
+    for error in certificate.outputs:
+        out.print(f"  {error.output}: {escape(str(error))}", soft_wrap=True)
+    out.print(f"  bound: {escape(certificate.bound)}", soft_wrap=True)
+    out.print(f"  ran on {escape(certificate.ran_on)}: {escape(', '.join(certificate.shapes))}", soft_wrap=True)
+
+
+def _runtime_name(option: str | None) -> str | None:
+    """As manifests write it."""
+    return option.replace("-", "_") if option else None
 
 
 def _plain(item: Any) -> dict[str, Any]:

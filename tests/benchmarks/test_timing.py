@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import pytest
+import torch
 
-from turbovit.benchmarks.timing import Spread, alternating, paired_ratio
+from turbovit.benchmarks.timing import Spread, alternating, paired_ratio, stopwatch
 
 
 def test_every_contender_is_warmed_up_and_runs_once_a_round_in_turns() -> None:
@@ -32,3 +34,32 @@ def test_the_spread_is_median_and_quartiles() -> None:
 def test_a_ratio_is_taken_round_by_round() -> None:
     slow_second_round = (Spread((1.0, 10.0, 1.0)), Spread((2.0, 20.0, 2.0)))
     assert paired_ratio(*slow_second_round) == pytest.approx(0.5)
+
+
+def test_no_more_rounds_are_begun_when_the_time_is_over() -> None:
+    spread = alternating({"a": lambda: time.sleep(0.01)}, rounds=1000, settle=0, most_seconds=0.1)["a"]
+    assert 3 <= len(spread.samples) <= 12
+    assert spread.least >= 0.01
+
+
+def test_on_cuda_time_is_taken_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 2.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronise"))
+    assert stopwatch(torch.device("cuda"))(lambda: log.append("call")) == 2.5e-3
+    assert log == ["synchronise", "record", "call", "record", "wait"]

@@ -166,11 +166,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return state
 
 
-RUNGS = [("onnxruntime", "cuda"), ("torch", "cuda"), ("onnxruntime", "cpu")]
+RUNGS = [
+    ("tensorrt", "cuda"),
+    ("tensorrt_rtx", "cuda"),
+    ("onnxruntime", "cuda"),
+    ("torch", "cuda"),
+    ("onnxruntime", "cpu"),
+]
+
+
+def with_all_runtimes(bundle: Bundle) -> Bundle:
+    """A bundle that seems to have an engine for every rung."""
+    (engine,) = bundle.manifest.engines
+    others = (replace(engine, runtime=name) for name in ("tensorrt", "tensorrt_rtx"))
+    return Bundle(bundle.path, replace(bundle.manifest, engines=(engine, *others)))
 
 
 @pytest.mark.parametrize("how", ["unavailable", "fails as unavailable", "graph does not load", "no checkpoint"])
-@pytest.mark.parametrize("rung", range(3))
+@pytest.mark.parametrize("rung", range(len(RUNGS)))
 def test_auto_takes_the_best_rung_that_works_and_logs_why(
     rung: int, how: str, machine: Machine, tiny_gemma3_bundle: Bundle, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,7 +194,7 @@ def test_auto_takes_the_best_rung_that_works_and_logs_why(
         else:
             machine.failing[above] = kinds.get(how, RuntimeUnavailableError)(f"reason of {above}")
     with caplog.at_level(logging.INFO, "turbovit"):
-        opened = open_encoder(tiny_gemma3_bundle)
+        opened = open_encoder(with_all_runtimes(tiny_gemma3_bundle))
     name, device = RUNGS[rung]
     assert opened.runner.description == f"{name} on {device}"
     reasons = "; ".join(f"{n} on {d}: reason of {(n, d)}" for n, d in RUNGS[:rung])
@@ -189,9 +202,19 @@ def test_auto_takes_the_best_rung_that_works_and_logs_why(
     assert [record.getMessage() for record in caplog.records] == [expected]
 
 
+def test_a_rung_without_an_engine_is_passed_over_in_few_words(
+    machine: Machine, tiny_gemma3_bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.unavailable["tensorrt_rtx", "cuda"] = "it is not installed"
+    with caplog.at_level(logging.INFO, "turbovit"):
+        open_encoder(tiny_gemma3_bundle)
+    reasons = "tensorrt on cuda: no engine in the bundle; tensorrt_rtx on cuda: it is not installed"
+    assert caplog.messages == [f"gemma3-tiny runs on onnxruntime on cuda (not {reasons})"]
+
+
 def test_where_no_rung_works_all_reasons_are_given(machine: Machine, tiny_gemma3_bundle: Bundle) -> None:
     machine.unavailable.update({rung: f"reason {number}" for number, rung in enumerate(RUNGS)})
-    with pytest.raises(RuntimeUnavailableError, match=r"cannot run here: .*reason 0.*reason 1.*reason 2"):
+    with pytest.raises(RuntimeUnavailableError, match=r"run here: .*reason 0.*reason 1.*reason 4.*turbovit build"):
         open_encoder(tiny_gemma3_bundle)
 
 
@@ -256,7 +279,7 @@ def test_the_precision_suits_the_device(
 
 @pytest.mark.parametrize("runtime", ["", "tensorflow", "Auto"])
 def test_an_unknown_runtime_is_refused_with_the_known(runtime: str, tiny_gemma3_bundle: Bundle) -> None:
-    with pytest.raises(RuntimeUnavailableError, match=rf"'{runtime}'; available: auto, onnxruntime, torch"):
+    with pytest.raises(RuntimeUnavailableError, match=rf"'{runtime}'; available: auto, tensorrt, tensorrt_rtx, onnx"):
         open_encoder(tiny_gemma3_bundle, runtime)
 
 

@@ -168,7 +168,7 @@ def test_batching_changes_no_result(encoder: Encoder, monkeypatch: pytest.Monkey
     expected = [encoder.encode([item])[0] for item in MIXED]
     for max_batch in (None, 1, 2, 100):
         assert_close(encoder.encode_pixels(pixels, max_batch), expected)
-    monkeypatch.setattr(qwen3_vl, "_PATCHES_A_RUN", 300)
+    monkeypatch.setattr(qwen3_vl, "PATCHES_A_RUN", 300)
     assert_close(encoder.encode_pixels(pixels), expected)
 
 
@@ -184,7 +184,7 @@ def test_rows_of_a_grid_share_a_run_up_to_its_patches(encoder: Encoder, monkeypa
     encoder.encode([*images(0, 1), clip(2, 4, 256, 256), picture(3, 512, 128)])
     assert shapes == [(4, 256), (1, 256)]  # of equal size, and yet another grid
     shapes.clear()
-    monkeypatch.setattr(qwen3_vl, "_PATCHES_A_RUN", 600)
+    monkeypatch.setattr(qwen3_vl, "PATCHES_A_RUN", 600)
     encoder.encode(images(0, 1, 2))
     assert shapes == [(2, 256), (1, 256)]
 

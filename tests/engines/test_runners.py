@@ -1,4 +1,4 @@
-"""The contract of a runner, for every runner that this machine has."""
+"""The contract of a runner, for every runner that this machine has, and for those of GPUs over a stand-in."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_tensorrt import ALIGNMENT, fake_runner
 
-from turbovit.engines.bundle import Bundle, Engine
+from turbovit.engines import trt_runner
+from turbovit.engines.bundle import Bundle, Engine, Profile
 from turbovit.engines.encoder import RUNNERS, TORCH_ENGINE
 from turbovit.engines.errors import EngineInputError
 from turbovit.engines.families import load
@@ -23,15 +25,34 @@ AVAILABLE = [
     for name, device in product(RUNNERS, ("cpu", "cuda"))
     if load(RUNNERS[name]).unavailable(torch.device(device)) is None
 ]
+# The engine computes with the reference tower; for at most 3 images a run, so that larger batches are split.
+FAKE = Engine(
+    runtime="tensorrt",
+    version="10.14.1",
+    precision="fp32",
+    attention="decomposed",
+    file="tensorrt.fp32.engine",
+    profiles=(Profile({"images": (1, 1, 1)}), Profile({"images": (1, 2, 3)})),
+)
+FAKES = {"fake": 0, "fake with graphs": 2}
+RUNNERS_HERE = [*AVAILABLE, ("tensorrt", "fake"), ("tensorrt_rtx", "fake with graphs")]
 
 
 def open_runner(bundle: Bundle, name: str, device: str) -> Runner:
+    if device in FAKES:
+        tower = open_runner(bundle, "torch", "cpu")
+        return fake_runner(bundle.manifest, FAKE, tower.run, load(RUNNERS[name]), FAKES[device])[0]
     engine = TORCH_ENGINE if name == "torch" else bundle.manifest.engine(name, "fp32")
     assert isinstance(engine, Engine)
     return load(RUNNERS[name]).open(bundle, engine, torch.device(device))
 
 
-@pytest.fixture(scope="module", params=AVAILABLE, ids=["-".join(pair) for pair in AVAILABLE])
+@pytest.fixture(autouse=True)
+def _host_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trt_runner, "_ALIGNMENT", ALIGNMENT)
+
+
+@pytest.fixture(scope="module", params=RUNNERS_HERE, ids=["-".join(pair) for pair in RUNNERS_HERE])
 def runner(request: pytest.FixtureRequest, tiny_gemma3_bundle: Bundle) -> Iterator[Runner]:
     with open_runner(tiny_gemma3_bundle, *request.param) as opened:
         yield opened
@@ -137,14 +158,14 @@ def test_eight_threads_get_their_own_images_features(runner: Runner) -> None:
 
 def test_the_runners_agree(tiny_gemma3_bundle: Bundle) -> None:
     results = []
-    for name, device in AVAILABLE:
+    for name, device in RUNNERS_HERE:
         with open_runner(tiny_gemma3_bundle, name, device) as opened:
             assert name in opened.description
             results.append(features(opened, pixels(3)))
     assert all(relative_l2(result, results[0]) <= FP32_RELATIVE_L2 for result in results)
 
 
-@pytest.mark.parametrize(("name", "device"), AVAILABLE, ids=["-".join(pair) for pair in AVAILABLE])
+@pytest.mark.parametrize(("name", "device"), RUNNERS_HERE, ids=["-".join(pair) for pair in RUNNERS_HERE])
 def test_a_runner_is_closed_at_the_end_of_its_block(
     name: str, device: str, tiny_gemma3_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tower_checks import assert_same_tensors, assert_tensors_become_parameters, changed_copy, read, tower_from
 
 from turbovit.engines.errors import CheckpointError, TurbovitError, UnsupportedModelError
-from turbovit.export.checkpoint import SINGLE, image_processor_config, open_checkpoint
 from turbovit.export.llama4 import Llama4Spec, Llama4Tower
-from turbovit.export.tower import load_tower
 
 VISION: dict[str, Any] = {"hidden_size": 1408, "num_hidden_layers": 34, "num_attention_heads": 16}
 VISION |= {"intermediate_size": 5632, "image_size": 336, "patch_size": 14, "num_channels": 3, "hidden_act": "gelu"}
@@ -45,16 +41,6 @@ def config(**vision: Any) -> dict[str, Any]:
 
 def spec_from(preprocessor: Mapping[str, Any] = PREPROCESSOR, **vision: Any) -> Llama4Spec:
     return Llama4Tower.spec_from_config(config(**vision), preprocessor)
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def tower_from(folder: Path) -> Llama4Tower:
-    checkpoint = open_checkpoint(folder)
-    spec = Llama4Tower.spec_from_config(checkpoint.config, image_processor_config(folder))
-    return load_tower(Llama4Tower, spec, checkpoint)
 
 
 def test_sizes_of_the_released_checkpoints() -> None:
@@ -94,12 +80,7 @@ def test_vision_tensors_and_others_are_told_apart(name: str, vision: bool) -> No
 
 
 def test_the_tensors_become_the_towers_parameters_exactly() -> None:
-    spec = spec_from()
-    with torch.device("meta"):
-        tensors = {name: torch.empty(shape) for name, shape in Llama4Tower.tensor_shapes(spec).items()}
-        expected = {name: tensor.shape for name, tensor in Llama4Tower(spec).state_dict().items()}
-    state = Llama4Tower.state_from_tensors(spec, tensors)
-    assert {name: tensor.shape for name, tensor in state.items()} == expected
+    assert_tensors_become_parameters(Llama4Tower, spec_from())
 
 
 def test_rope_pairs_are_reordered_in_every_head_of_query_and_key_alone() -> None:
@@ -178,14 +159,6 @@ def test_a_config_stays_as_it_was() -> None:
     assert given == before
 
 
-def copied(source: Path, target: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Path:
-    """A copy of a checkpoint with changed tensors."""
-    for name in ("config.json", "preprocessor_config.json"):
-        shutil.copy(source / name, target)
-    save_file(dict(change(load_file(source / SINGLE))), target / SINGLE)
-    return target
-
-
 def test_missing_unknown_and_misshapen_tensors_are_listed(tiny_llama4: Path, tmp_path: Path) -> None:
     layer = "vision_model.model.layers."
 
@@ -196,7 +169,7 @@ def test_missing_unknown_and_misshapen_tensors_are_listed(tiny_llama4: Path, tmp
         return tensors
 
     with pytest.raises(CheckpointError) as caught:
-        tower_from(copied(tiny_llama4, tmp_path, change))
+        tower_from(Llama4Tower, changed_copy(tiny_llama4, tmp_path, change))
     message = str(caught.value)
     assert f"1 missing ({layer}1.mlp.fc1.bias); 2 unknown (" in message
     assert f"{layer}2.mlp.fc1.bias" in message
@@ -205,7 +178,5 @@ def test_missing_unknown_and_misshapen_tensors_are_listed(tiny_llama4: Path, tmp
 
 
 def test_names_of_newer_transformers_are_taken(tiny_llama4: Path, tmp_path: Path) -> None:
-    folder = copied(tiny_llama4, tmp_path, lambda tensors: {f"model.{name}": t for name, t in tensors.items()})
-    expected, got = tower_from(tiny_llama4).state_dict(), tower_from(folder).state_dict()
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    folder = changed_copy(tiny_llama4, tmp_path, lambda tensors: {f"model.{name}": t for name, t in tensors.items()})
+    assert_same_tensors(Llama4Tower, tiny_llama4, folder)

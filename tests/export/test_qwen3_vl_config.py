@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tower_checks import assert_same_tensors, assert_tensors_become_parameters, changed_copy, read, tower_from
 
 from turbovit.engines.errors import BuildError, CheckpointError, TurbovitError, UnsupportedModelError
-from turbovit.export.checkpoint import SINGLE, image_processor_config, open_checkpoint
 from turbovit.export.plan import plan_build
 from turbovit.export.qwen3_vl import Qwen3VLSpec, Qwen3VLTower
-from turbovit.export.tower import load_tower
 
 PREPROCESSOR: dict[str, Any] = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
 PREPROCESSOR |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -74,10 +70,6 @@ def small(spec: Qwen3VLSpec) -> Qwen3VLSpec:
     return replace(spec, hidden=64, layers=1, inner=8, levels=())
 
 
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
 def test_released_tensors_and_others_are_told_apart(data: Path) -> None:
     index = read(data / "realdata/qwen3_vl/Qwen3-VL-8B-Instruct/model.safetensors.index.json")["weight_map"]
     vision = {name for name in index if Qwen3VLTower.is_checkpoint_vision(name)}
@@ -87,12 +79,7 @@ def test_released_tensors_and_others_are_told_apart(data: Path) -> None:
 
 @pytest.mark.parametrize("vision", [SMALL, LARGE], ids=["1024", "1152"])
 def test_the_tensors_become_the_towers_parameters_exactly(vision: dict[str, Any]) -> None:
-    spec = spec_from(**vision)
-    with torch.device("meta"):
-        tensors = {name: torch.empty(shape) for name, shape in Qwen3VLTower.tensor_shapes(spec).items()}
-        expected = {name: tensor.shape for name, tensor in Qwen3VLTower(spec).state_dict().items()}
-    state = Qwen3VLTower.state_from_tensors(spec, tensors)
-    assert {name: tensor.shape for name, tensor in state.items()} == expected
+    assert_tensors_become_parameters(Qwen3VLTower, spec_from(**vision))
 
 
 def test_a_patchs_values_are_in_channel_frame_row_column_order() -> None:
@@ -166,34 +153,18 @@ def test_processor_settings_reach_the_spec() -> None:
     assert spec_from(PREPROCESSOR | {"rescale_factor": None}).scale == spec_from().scale == 1 / 255
 
 
-def state_of(folder: Path) -> dict[str, Tensor]:
-    checkpoint = open_checkpoint(folder)
-    spec = Qwen3VLTower.spec_from_config(checkpoint.config, image_processor_config(folder))
-    return load_tower(Qwen3VLTower, spec, checkpoint).state_dict()
-
-
-def copied(source: Path, target: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Path:
-    """A copy of a checkpoint with changed tensors."""
-    for name in ("config.json", "preprocessor_config.json"):
-        shutil.copy(source / name, target)
-    save_file(dict(change(load_file(source / SINGLE))), target / SINGLE)
-    return target
-
-
 def test_names_without_the_leading_model_are_taken(tiny_qwen3_vl: Path, tmp_path: Path) -> None:
-    folder = copied(
+    folder = changed_copy(
         tiny_qwen3_vl, tmp_path, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()}
     )
-    expected, got = state_of(tiny_qwen3_vl), state_of(folder)
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    assert_same_tensors(Qwen3VLTower, tiny_qwen3_vl, folder)
 
 
 def test_a_tensor_under_both_names_is_an_error(tiny_qwen3_vl: Path, tmp_path: Path) -> None:
     name = "visual.pos_embed.weight"
-    folder = copied(tiny_qwen3_vl, tmp_path, lambda tensors: tensors | {name: tensors[f"model.{name}"].clone()})
+    folder = changed_copy(tiny_qwen3_vl, tmp_path, lambda tensors: tensors | {name: tensors[f"model.{name}"].clone()})
     with pytest.raises(CheckpointError, match=rf"1 there twice \(model.{name}\)"):
-        state_of(folder)
+        tower_from(Qwen3VLTower, folder)
 
 
 def test_missing_unknown_and_misshapen_tensors_are_listed(tiny_qwen3_vl: Path, tmp_path: Path) -> None:
@@ -203,7 +174,7 @@ def test_missing_unknown_and_misshapen_tensors_are_listed(tiny_qwen3_vl: Path, t
         return tensors
 
     with pytest.raises(CheckpointError) as caught:
-        state_of(copied(tiny_qwen3_vl, tmp_path, change))
+        tower_from(Qwen3VLTower, changed_copy(tiny_qwen3_vl, tmp_path, change))
     message = str(caught.value)
     assert "1 missing (model.visual.merger.norm.bias)" in message
     assert "1 unknown (model.visual.deepstack_merger_list.3.norm.bias)" in message

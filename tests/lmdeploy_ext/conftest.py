@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from turbomind_deepseek_vl2 import Pair as DeepseekVL2Pair
 from turbomind_llama4 import Pair as Llama4Pair
 from turbomind_qwen3_vl import Pair
 
@@ -19,6 +20,7 @@ from turbovit.engines.preprocessor import Encoded, Pixels
 
 if TYPE_CHECKING:
     from turbovit.benchmarks.lmdeploy_side import LMDeploySide
+    from turbovit.benchmarks.reference_deepseek_vl2 import DeepseekVL2Reference
     from turbovit.benchmarks.reference_gemma3 import Gemma3Reference
     from turbovit.engines.bundle import Bundle
 
@@ -74,6 +76,39 @@ def each_qwen3_vl(request: pytest.FixtureRequest) -> Pair:
 @pytest.fixture(scope="session")
 def llama4(tiny_llama4: Path, tiny_llama4_bundle: Bundle) -> Llama4Pair:
     return Llama4Pair.of(tiny_llama4, tiny_llama4_bundle)
+
+
+@pytest.fixture(scope="session")
+def deepseek_vl2(tiny_deepseek_vl2: Path, tiny_deepseek_vl2_bundle: Bundle) -> DeepseekVL2Pair:
+    """In a folder whose name says nothing to LMDeploy, so that it has no chat template."""
+    return DeepseekVL2Pair.of(tiny_deepseek_vl2, tiny_deepseek_vl2_bundle)
+
+
+@pytest.fixture(scope="session")
+def deepseek_vl2_mla(small_deepseek_vl2: Path, small_deepseek_vl2_bundle: Bundle) -> DeepseekVL2Pair:
+    return DeepseekVL2Pair.of(small_deepseek_vl2, small_deepseek_vl2_bundle)
+
+
+@pytest.fixture(scope="session")
+def released_deepseek_vl2(data: Path, tiny_deepseek_vl2_bundle: Bundle) -> DeepseekVL2Pair:
+    """Both sides over the released files: for ids alone, as there are no weights."""
+    folder = data / "realdata" / "deepseek_vl2" / "deepseek-vl2"
+    if not folder.is_dir():
+        pytest.skip(f"no released files: {folder} does not exist")
+    return DeepseekVL2Pair(released_files_side(folder, tiny_deepseek_vl2_bundle, {}), processor_of(folder))
+
+
+def processor_of(folder: Path) -> DeepseekVL2Reference:
+    """DeepSeek-VL2's reference without a model."""
+    from transformers import AutoTokenizer
+
+    from turbovit.benchmarks.reference_deepseek_vl2 import DeepseekVL2Reference
+
+    reference = DeepseekVL2Reference.__new__(DeepseekVL2Reference)
+    reference.settings = json.loads((folder / "processor_config.json").read_text())
+    reference.tokenizer = AutoTokenizer.from_pretrained(folder)
+    reference.image_id = reference.tokenizer.convert_tokens_to_ids("<image>")
+    return reference
 
 
 def released_files_side(folder: Path, bundle: Bundle, ids: Mapping[str, str]) -> LMDeploySide:
@@ -160,7 +195,9 @@ def sampled_features(items: Sequence[Pixels], max_batch: int | None = None) -> l
     """As `Encoder.encode_pixels`, with 64 pixels from all over a row in place of its tokens' features."""
     return [
         Encoded(
-            torch.cat([_sampled(row).expand(sum(item.runs) // len(item.rows), -1) for row in item.rows]),
+            torch.cat([_sampled(row).expand(-(-sum(item.runs) // len(item.rows)), -1) for row in item.rows])[
+                : sum(item.runs)
+            ],
             item.runs,
             grid=item.grid,
             timestamps=item.timestamps,

@@ -1,0 +1,325 @@
+"""DeepSeek-VL2's vision side: SigLIP so400m at 384 px, 2x2 patches put side by side, an MLP projector.
+
+Reference: the original's ``deepseek_vl2/models/siglip_vit.py`` (timm's VisionTransformer) and
+``modeling_deepseek_vl_v2.py`` (github.com/deepseek-ai/DeepSeek-VL2); SigLIP arXiv:2303.15343, DeepSeek-VL2
+arXiv:2412.10302.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from turbovit.engines.bundle import Profile, TensorSpec
+from turbovit.engines.deepseek_vl2 import DEFAULT_MEAN, PROCESSOR_FILE
+from turbovit.engines.errors import CheckpointError, UnsupportedModelError
+from turbovit.export.checkpoint import read_json
+from turbovit.export.config import one_for_all
+from turbovit.export.layers import Block, LayerNorm, Linear, PixelScaleThenNorm, patches_from_pixels
+from turbovit.export.tower import LimitOption, Sample, Tower
+
+_VISION, _PROJECTOR, _POOL = "vision.", "projector.layers.", "vision.attn_pool."
+_EXTRA = ("image_newline", "view_seperator")  # spelt as in the checkpoints
+_EPS = 1e-6
+
+# What the original's code takes where config.json is silent, which the released ones are about heads and image size.
+_VISION_DEFAULTS = {
+    "image_size": 384,
+    "patch_size": 16,
+    "width": 1024,
+    "layers": 24,
+    "heads": 16,
+    "mlp_ratio": 4,
+    "class_token": False,
+    "global_pool": "map",
+    "ignore_head": True,
+}
+_PROJECTOR_DEFAULTS = {
+    "projector_type": "downsample_mlp_gelu",
+    "input_dim": 1152,
+    "n_embed": 2048,
+    "depth": 2,
+    "mlp_ratio": 1,
+    "downsample_ratio": 2,
+    "token_pooling": False,
+}
+_MODEL_DEFAULTS = {"tile_tag": "2D", "global_view_pos": "head"}
+_PROCESSOR_DEFAULTS = {"normalize": True, "image_token": "<image>", "sft_format": "deepseek"}
+_POSITIONS = ("head", "tail")
+
+
+@dataclass(frozen=True)
+class DeepseekVL2Spec:
+    """Sizes of the tower. `mean` and `std` are the processor's, for pixels of 0 to 1.
+
+    Attributes:
+        projector: width in and out of each of the projector's layers.
+        global_first: whether an image's global view stands before its tiles.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    image: int
+    patch: int
+    merge: int
+    projector: tuple[int, ...]
+    mean: float
+    std: float
+    global_first: bool
+
+    @property
+    def grid(self) -> int:
+        """Patches along a side; what is left of the image at the right and the bottom is not looked at."""
+        return self.image // self.patch
+
+    @property
+    def side(self) -> int:
+        """Tokens along a side: of patches, zeros behind them where they do not divide."""
+        return -(-self.grid // self.merge)
+
+    @property
+    def out(self) -> int:
+        """Width of a token."""
+        return self.projector[-1]
+
+
+class DeepseekVL2Tower(Tower):
+    """pixels uint8 [tiles, 3, image, image] -> features [tiles, tokens, out]."""
+
+    limit_options: ClassVar[Mapping[str, LimitOption]] = {"images": LimitOption("tiles", 1)}
+
+    def __init__(self, spec: DeepseekVL2Spec):
+        super().__init__()
+        self.spec = spec
+        self.normalise = PixelScaleThenNorm(spec.mean, spec.std)
+        self.embedding = Linear(3 * spec.patch**2, spec.hidden)
+        self.position = nn.Parameter(torch.empty(spec.grid**2, spec.hidden))
+        self.blocks = nn.ModuleList(
+            Block(spec.hidden, spec.heads, spec.inner, _EPS, "tanh") for _ in range(spec.layers)
+        )
+        self.norm = LayerNorm(spec.hidden, eps=_EPS)
+        widths = zip(spec.projector, spec.projector[1:], strict=False)
+        self.projector = nn.ModuleList(Linear(before, after) for before, after in widths)
+        self.image_newline = nn.Parameter(torch.empty(spec.out))
+        self.view_seperator = nn.Parameter(torch.empty(spec.out))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        spec = self.spec
+        seen = self.normalise(pixels)[:, :, : spec.grid * spec.patch, : spec.grid * spec.patch]
+        x = patches_from_pixels(seen, spec.patch)  # [tiles, patches, 3 * patch * patch]
+        x = self.embedding(x) + self.position
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x).unflatten(1, (spec.grid, spec.grid))
+        missing = spec.side * spec.merge - spec.grid
+        x = F.pad(x, (0, 0, 0, missing, 0, missing))  # zeros at the right and the bottom
+        x = x.unflatten(2, (spec.side, spec.merge)).unflatten(1, (spec.side, spec.merge))
+        x = x.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2)  # [tiles, tokens, (hidden, y, x) of a token's patches]
+        first, *others = self.projector
+        x = first(x)
+        for layer in others:
+            x = layer(F.gelu(x))
+        return x.to(self.dtype)
+
+    def default_profiles(self, limits: Mapping[str, int]) -> tuple[Profile, ...]:
+        """An image of one tile and its global view; one of two tiles, or of four; the most."""
+        limit = limits["tiles"]
+        ranges = [sizes for sizes in ((1, 2, 2), (1, 3, 5)) if sizes[2] < limit] + [(1, limit, limit)]
+        return tuple(Profile({"tiles": sizes}) for sizes in ranges)
+
+    @classmethod
+    def image_processor(cls, folder: Path) -> dict[str, Any]:
+        return read_json(folder / PROCESSOR_FILE)
+
+    @classmethod
+    def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> DeepseekVL2Spec:
+        vision = _filled(config, "vision_config", _VISION_DEFAULTS)
+        projector = _filled(config, "projector_config", _PROJECTOR_DEFAULTS)
+        model = _MODEL_DEFAULTS | {name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None}
+        _require_supported(vision, projector, model)
+        inner = projector["n_embed"] * projector["mlp_ratio"]
+        spec = DeepseekVL2Spec(
+            hidden=vision["width"],
+            layers=vision["layers"],
+            heads=vision["heads"],
+            inner=int(vision["width"] * vision["mlp_ratio"]),
+            image=vision["image_size"],
+            patch=vision["patch_size"],
+            merge=projector["downsample_ratio"],
+            projector=(
+                projector["input_dim"] * projector["downsample_ratio"] ** 2,
+                *[inner] * (max(projector["depth"], 2) - 1),
+                projector["n_embed"],
+            ),
+            mean=one_for_all(preprocessor, "image_mean", DEFAULT_MEAN[0]),
+            std=one_for_all(preprocessor, "image_std", 0.5),
+            global_first=model["global_view_pos"] == "head",
+        )
+        _check(spec, preprocessor)
+        return spec
+
+    @classmethod
+    def is_vision(cls, name: str) -> bool:
+        return name.startswith((_VISION, "projector.", *_EXTRA))
+
+    @classmethod
+    def tensor_shapes(cls, spec: DeepseekVL2Spec) -> dict[str, tuple[int, ...]]:
+        hidden, inner = spec.hidden, spec.inner
+        shapes: dict[str, tuple[int, ...]] = {f"{_VISION}pos_embed": (1, spec.grid**2, hidden)}
+        shapes |= dict.fromkeys(_EXTRA, (spec.out,))
+        biased: dict[str, tuple[int, ...]] = {
+            f"{_VISION}patch_embed.proj": (hidden, 3, spec.patch, spec.patch),
+            f"{_VISION}norm": (hidden,),
+        }
+        for layer in range(spec.layers):
+            prefix = f"{_VISION}blocks.{layer}."
+            biased |= {f"{prefix}attn.qkv": (3 * hidden, hidden), f"{prefix}attn.proj": (hidden, hidden)}
+            biased |= {f"{prefix}mlp.fc1": (inner, hidden), f"{prefix}mlp.fc2": (hidden, inner)}
+            biased |= {f"{prefix}norm1": (hidden,), f"{prefix}norm2": (hidden,)}
+        for layer, (before, after) in enumerate(zip(spec.projector, spec.projector[1:], strict=False)):
+            biased[f"{_PROJECTOR}{2 * layer}"] = (after, before)
+        unused, more = _unused_shapes(spec)
+        for name, shape in (biased | more).items():
+            shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+        return shapes | unused
+
+    @classmethod
+    def state_from_tensors(cls, spec: DeepseekVL2Spec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Renames, and changes two shapes: the patch convolution's kernel becomes the rows of a matrix in
+        (channel, y, x) order, and positions lose their batch axis. The attention pool, which the original makes
+        and never runs, is left out."""
+        state = {name: tensors[name] for name in _EXTRA}
+        state["position"] = tensors[f"{_VISION}pos_embed"][0]
+        state["embedding.weight"] = tensors[f"{_VISION}patch_embed.proj.weight"].flatten(1)
+        state["embedding.bias"] = tensors[f"{_VISION}patch_embed.proj.bias"]
+        renamed = {"norm1": "norm1", "norm2": "norm2", "attention.qkv": "attn.qkv", "attention.out": "attn.proj"}
+        renamed |= {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+        for kind in ("weight", "bias"):
+            state[f"norm.{kind}"] = tensors[f"{_VISION}norm.{kind}"]
+            for layer in range(len(spec.projector) - 1):
+                state[f"projector.{layer}.{kind}"] = tensors[f"{_PROJECTOR}{2 * layer}.{kind}"]
+            for layer in range(spec.layers):
+                for name, source in renamed.items():
+                    state[f"blocks.{layer}.{name}.{kind}"] = tensors[f"{_VISION}blocks.{layer}.{source}.{kind}"]
+        return state
+
+    def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        # The image token's id is the tokenizer's alone.
+        return {
+            "tile": self.spec.image,
+            "tokens_per_side": self.spec.side,
+            "hidden": self.spec.out,
+            "global_view_pos": _POSITIONS[0] if self.spec.global_first else _POSITIONS[1],
+        }
+
+    def extra_tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in _EXTRA}
+
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("pixels", "uint8", ("tiles", 3, self.spec.image, self.spec.image)),)
+
+    def outputs(self, dtype: str) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("features", dtype, ("tiles", self.spec.side**2, self.spec.out)),)
+
+    def default_limits(self) -> dict[str, int]:
+        return {"tiles": 10}  # an image of nine tiles and its global view
+
+    def samples(self, seed: int) -> list[Sample]:
+        """Three views in one batch (noise, stripes, an image on its grey canvas), then the last two, then the last."""
+        generator = torch.Generator().manual_seed(seed)
+        size = self.spec.image
+        noise = torch.randint(0, 256, (3, size, size), generator=generator)
+        y, x = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
+        stripes = (((x + 2 * y) // 17 % 2) * 255).expand(3, -1, -1)
+        inside = (x >= size // 5) & (x < size - size // 5)
+        padded = torch.where(inside, torch.stack([x * 2, y, x + y]) % 256, 127)
+        views = torch.stack([noise, stripes, padded]).to(torch.uint8)
+        return [
+            Sample("3 tiles", {"pixels": views}),
+            Sample("2 tiles", {"pixels": views[1:]}),
+            Sample("1 tile", {"pixels": views[2:]}),
+        ]
+
+
+def _filled(config: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    given = config.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"config.json makes no sense: {name} is a {type(given).__name__}, expected an object")
+    filled = {**defaults, **{key: given[key] for key in defaults if given.get(key) is not None}}
+    for key, value in filled.items():
+        if isinstance(defaults[key], int) and not isinstance(value, (int, float)):
+            raise CheckpointError(f"config.json makes no sense: {name}.{key} is {value!r}, expected a number")
+    return filled
+
+
+def _require_supported(vision: Mapping[str, Any], projector: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Refuse what the original's code has an option for and no released checkpoint uses."""
+    for part, found, supported in (
+        ("vision_config.", vision, {"class_token": False, "global_pool": "map", "ignore_head": True}),
+        ("projector_config.", projector, {"projector_type": "downsample_mlp_gelu", "token_pooling": False}),
+        ("", model, {"tile_tag": "2D"}),
+    ):
+        for name, value in supported.items():
+            if found[name] != value:
+                raise UnsupportedModelError(f"config.json's {part}{name} is {found[name]!r}, supported: {value!r}")
+    if model["global_view_pos"] not in _POSITIONS:
+        raise UnsupportedModelError(
+            f"config.json's global_view_pos is {model['global_view_pos']!r}, supported: {', '.join(_POSITIONS)}"
+        )
+
+
+def _check(spec: DeepseekVL2Spec, processor: Mapping[str, Any]) -> None:
+    sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.image, spec.patch, spec.merge, *spec.projector)
+    if (
+        not all(isinstance(size, int) and size > 0 for size in sizes)
+        or spec.hidden % spec.heads
+        or spec.grid < 1
+        or spec.projector[0] != spec.hidden * spec.merge**2
+    ):
+        raise CheckpointError(f"config.json makes no sense: sizes, heads and projector do not fit in {spec}")
+    for name, ours in (("patch_size", spec.patch), ("downsample_ratio", spec.merge)):
+        if processor.get(name) != ours:
+            raise CheckpointError(f"{PROCESSOR_FILE}'s {name} is {processor.get(name)!r}, the vision tower's {ours}")
+    for name, value in _PROCESSOR_DEFAULTS.items():
+        if processor.get(name) not in (None, value):
+            raise UnsupportedModelError(f"{PROCESSOR_FILE}'s {name} is {processor[name]!r}, supported: {value!r}")
+    _check_resolutions(processor.get("candidate_resolutions"), spec.image)
+
+
+def _check_resolutions(candidates: Any, image: int) -> None:
+    """The first is a tile, and all are whole tiles."""
+    whole = isinstance(candidates, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, int) and side > 0 for side in pair)
+        for pair in candidates
+    )
+    if not whole or not candidates:
+        raise CheckpointError(
+            f"{PROCESSOR_FILE}'s candidate_resolutions is {candidates!r}, expected a list of [width, height]"
+        )
+    if candidates[0] != [image, image] or any(side % image for pair in candidates for side in pair):
+        raise CheckpointError(
+            f"{PROCESSOR_FILE}'s candidate_resolutions are {candidates}: the first must be [{image}, {image}], the "
+            f"vision tower's, and the others made of such tiles"
+        )
+
+
+def _unused_shapes(spec: DeepseekVL2Spec) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The attention pool, which the original makes and never runs: plain tensors, and layers with a bias."""
+    hidden, inner = spec.hidden, spec.inner
+    layers: dict[str, tuple[int, ...]] = {
+        "q": (hidden, hidden),
+        "kv": (2 * hidden, hidden),
+        "proj": (hidden, hidden),
+        "norm": (hidden,),
+        "mlp.fc1": (inner, hidden),
+        "mlp.fc2": (hidden, inner),
+    }
+    return {f"{_POOL}latent": (1, 1, hidden)}, {f"{_POOL}{name}": shape for name, shape in layers.items()}

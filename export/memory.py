@@ -1,0 +1,119 @@
+"""How much memory an engine will need, from the tower's sizes alone: before anything is exported or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from turbovit.engines.bundle import Profile, TensorSpec
+from turbovit.engines.errors import BuildError
+from turbovit.engines.runner import DTYPES, PRECISION_DTYPES
+from turbovit.engines.shapes import resolve
+from turbovit.export.profiles import text_from_profile
+from turbovit.export.tower import Tower
+
+GIB = 2**30
+_FLOAT32 = 4
+# TensorRT-RTX 1.7 compiling full-size towers in float16 took 3.6 to 3.8 times the weights.
+_COMPILER_WEIGHTS = 4
+_COMPILER_BASE = GIB // 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on the GPU for one run at a profile's largest shapes."""
+
+    weights: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.activations
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total / GIB:.1f} GiB ({self.weights / GIB:.1f} weights, {self.activations / GIB:.1f} activations)"
+        )
+
+
+def weight_bytes(tower: Tower, precision: str) -> int:
+    """Bytes of the tower's weights in a precision; the tower needs none itself (it may be on the meta device)."""
+    return PRECISION_DTYPES[precision].itemsize * sum(parameter.numel() for parameter in tower.parameters())
+
+
+def estimate(tower: Tower, profile: Profile, precision: str, form: str) -> Estimate:
+    """What one run takes at the profile's largest shapes, on the careful side.
+
+    Counted are the weights, the inputs and outputs, and the widest point: a block's residual stream, norm in float32
+    and either q, k, v and their mix or both sides of the GELU. Attention in the form ``attention`` is one kernel; in
+    the form ``matmul`` all scores are counted, in float32 and in the precision, as if nothing were fused.
+    """
+    sizes = {symbol: high for symbol, (_, _, high) in profile.ranges.items()}
+    spec, item = tower.spec, PRECISION_DTYPES[precision].itemsize
+    rows = sizes[str(tower.inputs()[0].shape[0])]
+    tokens = tower.tokens(sizes)
+    widest = max(4 * spec.hidden, 2 * spec.inner)
+    block = rows * tokens * (item * (2 * spec.hidden + widest) + _FLOAT32 * spec.hidden)
+    if form == "matmul":
+        block += rows * spec.heads * tokens**2 * (_FLOAT32 + item)
+    pixels = 2 * _FLOAT32 * prod(resolve(tower.inputs()[0].shape, sizes))
+    ends = _bytes(tower.inputs(), sizes) + _bytes(tower.outputs("float32"), sizes)
+    return Estimate(weight_bytes(tower, precision), max(block, pixels) + ends)
+
+
+def require_gpu_memory(
+    tower: Tower,
+    profiles: Iterable[Profile],
+    precision: str,
+    form: str,
+    limit: int | None,
+    report: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Report what each profile needs, and refuse one that cannot fit.
+
+    Args:
+        limit: bytes that the GPU has; None where it is not known.
+
+    Raises:
+        BuildError: a profile needs more than the limit; with both numbers.
+    """
+    for profile in profiles:
+        needed = estimate(tower, profile, precision, form)
+        report(f"profile {text_from_profile(profile)}: about {needed} on the GPU")
+        if limit is not None and needed.total > limit:
+            raise BuildError(
+                f"the profile {text_from_profile(profile)} needs about {needed} on the GPU in {precision}, "
+                f"attention in the form {form!r}; there are {limit / GIB:.1f} GiB: take a smaller one with --profile, "
+                f"or lower --max-images or --max-pixels"
+            )
+
+
+def require_build_memory(weights: int) -> None:
+    """Refuse a compilation for which this machine has too little memory.
+
+    Raises:
+        BuildError: less is available than a compilation takes; with both numbers.
+    """
+    needed, available = _COMPILER_BASE + _COMPILER_WEIGHTS * weights, _available()
+    if available is not None and needed > available:
+        raise BuildError(
+            f"compiling needs about {needed / GIB:.1f} GiB of this machine's memory, {available / GIB:.1f} GiB are "
+            f"available: end other programs, or build on a larger machine"
+        )
+
+
+def _available() -> int | None:
+    """Bytes that programs can still have, as the kernel estimates it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
+
+
+def _bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:
+    return sum(prod(resolve(spec.shape, sizes)) * DTYPES[spec.dtype].itemsize for spec in specs)
