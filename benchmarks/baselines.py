@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from turbovit.benchmarks.reference_deepseek_vl2 import DeepseekVL2VisionModel
 from turbovit.engines.errors import RuntimeUnavailableError, UnsupportedModelError
 from turbovit.export.tower import Tower
 
@@ -57,11 +59,30 @@ class _Qwen3VL(TransformersTower):
         return tuple(x.unflatten(0, (frames, -1)) for x in (output.pooler_output, *output.deepstack_features))
 
 
-_TOWERS: dict[str, tuple[str, type[TransformersTower]]] = {
-    "gemma3": ("Gemma3ForConditionalGeneration", _Gemma3),
-    "llama4": ("Llama4ForConditionalGeneration", _Llama4),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", _Qwen3VL),
-    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", _Qwen3VL),
+class _Whole(TransformersTower):
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.model(pixels)
+
+
+def _from_transformers(name: str, checkpoint: Path) -> nn.Module:
+    import transformers
+
+    model_class = getattr(transformers, name)
+    model = model_class.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+    for part in ("language_model", "lm_head"):
+        for owner in (model, getattr(model, "model", None)):
+            if owner is not None and hasattr(owner, part):
+                setattr(owner, part, None)  # not measured, and large
+    return model
+
+
+# transformers has no DeepSeek-VL2: there it is its SigLIP, with the original's projector behind it.
+_TOWERS: dict[str, tuple[Callable[[Path], nn.Module], type[TransformersTower]]] = {
+    "gemma3": (partial(_from_transformers, "Gemma3ForConditionalGeneration"), _Gemma3),
+    "llama4": (partial(_from_transformers, "Llama4ForConditionalGeneration"), _Llama4),
+    "qwen3_vl": (partial(_from_transformers, "Qwen3VLForConditionalGeneration"), _Qwen3VL),
+    "qwen3_vl_moe": (partial(_from_transformers, "Qwen3VLMoeForConditionalGeneration"), _Qwen3VL),
+    "deepseek_vl2": (DeepseekVL2VisionModel.from_checkpoint, _Whole),
 }
 
 
@@ -69,20 +90,12 @@ def transformers_tower(family: str, checkpoint: Path) -> TransformersTower:
     """The family's own tower with a checkpoint's weights, in float32, attention by sdpa.
 
     Raises:
-        UnsupportedModelError: transformers has no model of this family.
+        UnsupportedModelError: there is none of this family.
     """
-    import transformers
-
     if family not in _TOWERS:
-        raise UnsupportedModelError(f"transformers {transformers.__version__} has no vision tower for {family}")
-    name, tower = _TOWERS[family]
-    model_class = getattr(transformers, name)
-    model = model_class.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
-    for part in ("language_model", "lm_head"):
-        for owner in (model, getattr(model, "model", None)):
-            if owner is not None and hasattr(owner, part):
-                setattr(owner, part, None)  # not measured, and large
-    return tower(model).eval().requires_grad_(False)
+        raise UnsupportedModelError(f"transformers has no vision tower for {family}; it has for {', '.join(_TOWERS)}")
+    load, tower = _TOWERS[family]
+    return tower(load(checkpoint)).eval().requires_grad_(False)
 
 
 def normalised_pixels(tower: Tower, inputs: Mapping[str, Tensor]) -> Tensor:
