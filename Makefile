@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_DIR ?= demo
 ENGINES_DIR ?= compiled
+BENCH_DIR ?= docs/bench
 
-.PHONY: venv demo engines test lint clean
+.PHONY: venv demo engines test bench lint clean
 
 venv: $(VENV)/.installed
 
@@ -25,6 +26,17 @@ engines: venv
 
 test: venv
 	$(BIN)/python -m pytest
+
+# The README's figures. About half an hour on two cores that do nothing else, and 6 GB in the store.
+bench: venv
+	$(BIN)/python -m turbovit bench encoder --batch 1,2 --output $(BENCH_DIR)
+	$(BIN)/python -m turbovit bench encoder --family qwen3_vl --image 256x256,512x512,1024x1024,2048x2048 --rounds 3 \
+		--contender eager,turbovit --output $(BENCH_DIR)/growth
+	$(BIN)/python -m turbovit bench preprocess --output $(BENCH_DIR)
+	$(BIN)/python -m turbovit bench glue --output $(BENCH_DIR)
+	$(BIN)/python -m turbovit bench serve --output $(BENCH_DIR)
+	$(BIN)/python -m turbovit bench build --family gemma3 --layers 0 --output $(BENCH_DIR)
+	$(BIN)/python -m turbovit.benchmarks.readme README.md $(BENCH_DIR)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -35,8 +35,8 @@ from turbovit.benchmarks.device_case import (
     with_engine,
 )
 from turbovit.benchmarks.findings import Findings, NotRunError, TimingRow
-from turbovit.benchmarks.machine import machine_facts, summary
-from turbovit.benchmarks.timing import timed
+from turbovit.benchmarks.machine import machine_facts, machine_line
+from turbovit.benchmarks.timing import alternating, stopwatch
 from turbovit.engines.bundle import Bundle
 from turbovit.engines.encoder import RUNNERS
 from turbovit.engines.errors import RuntimeUnavailableError, TurbovitError
@@ -182,7 +182,9 @@ def _time(options: Options, case: Case, bundle: Bundle, findings: Findings) -> N
             inputs = on_device(sample.inputs, options.device)
             calls = {subject: _bound(call, inputs) for subject, call in opened.items()}
             seconds = 1.0 if options.quick else 10.0
-            for subject, timing in timed(calls, options.device, options.rounds, seconds).items():
+            watch = stopwatch(options.device)
+            spreads = alternating(calls, options.rounds, warm_up=2, settle=0, most_seconds=seconds, seconds_of=watch)
+            for subject, timing in spreads.items():
                 findings.timings.append(TimingRow(case.name, sample.label, subject, timing))
 
 
@@ -259,8 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device.type == "cuda":
         torch.cuda.set_device(options.device)  # the libraries' own allocations go to the current one
     console = Console(width=None if sys.stdout.isatty() else 160)
-    facts = machine_facts(options.device)
-    console.print(summary(facts), soft_wrap=True)
+    facts = machine_facts()
+    console.print(machine_line(facts), soft_wrap=True)
     findings = Findings(progress=lambda line: console.print(f"[dim]{line}[/]", soft_wrap=True))
     with tempfile.TemporaryDirectory(prefix="turbovit-device-check-") as folder, _own_store(Path(folder)):
         started = time.perf_counter()

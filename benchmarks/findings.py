@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
-from turbovit.benchmarks.timing import Timing
+from turbovit.benchmarks.timing import Spread
 from turbovit.engines.errors import RuntimeUnavailableError
 
 State = Literal["passed", "failed", "not run"]
@@ -47,7 +47,7 @@ class TimingRow:
     case: str
     shape: str
     subject: str
-    timing: Timing
+    timing: Spread
 
 
 @dataclass
@@ -95,8 +95,9 @@ class Findings:
     def plain(self) -> dict[str, Any]:
         """As JSON takes it; times in milliseconds, checks in seconds."""
         timings = [
-            {"case": row.case, "shape": row.shape, "subject": row.subject, "median_ms": row.timing.median}
-            | {"quartiles_ms": row.timing.spread, "samples_ms": row.timing.samples}
+            {"case": row.case, "shape": row.shape, "subject": row.subject, "median_ms": 1e3 * row.timing.median}
+            | {"quartiles_ms": (1e3 * row.timing.low, 1e3 * row.timing.high)}
+            | {"samples_ms": [1e3 * seconds for seconds in row.timing.samples]}
             for row in self.timings
         ]
         return {"checks": [asdict(finding) for finding in self.checks], "timings": timings}
@@ -111,9 +112,9 @@ class Findings:
             table.add_row(row.case, row.subject, row.check, state, escape(_shortened(row.detail)))
         table.add_section()
         for timed in self.timings:
-            low, high = timed.timing.spread
+            low, median, high = (1e3 * value for value in (timed.timing.low, timed.timing.median, timed.timing.high))
             spread = f"{low:.2f} to {high:.2f} ms, {len(timed.timing.samples)} runs"
-            table.add_row(timed.case, timed.subject, timed.shape, f"{timed.timing.median:.2f} ms", spread)
+            table.add_row(timed.case, timed.subject, timed.shape, f"{median:.2f} ms", spread)
         return table
 
 

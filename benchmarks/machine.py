@@ -1,19 +1,21 @@
-"""What a measurement has to say about the machine that it was made on."""
+"""What a figure was measured on."""
 
 from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _PACKAGES = (
     "turbovit",
     "torch",
+    "torchvision",
     "transformers",
+    "pillow",
+    "numpy",
     "onnx",
     "onnxruntime",
     "onnxruntime-gpu",
@@ -24,44 +26,72 @@ _PACKAGES = (
 )
 
 
-def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Hardware and versions, as JSON takes them; memory in bytes."""
-    facts: dict[str, Any] = {
-        "platform": platform.platform(),
+def machine_facts() -> dict[str, Any]:
+    """The processor, its cores and caches, memory, GPUs, thread settings, versions, and how busy the machine is."""
+    import torch
+
+    gpus = [_gpu(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_model(),
+        "cores": _usable_cores(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "cpu": _cpu_name(),
-        "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "thread_variables": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_"))},
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "versions": _versions(),
     }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts["gpu"] = {
-            "name": properties.name,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "memory": properties.total_memory,
-            "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda,
-        }
-    return facts
 
 
-def summary(facts: dict[str, Any]) -> str:
-    """The machine in one line."""
-    gpu = facts.get("gpu")
-    device = f"{gpu['name']} (compute capability {gpu['compute_capability']}), CUDA {gpu['cuda']}, " if gpu else ""
-    return f"{device}{facts['cpu']}, {facts['cpu_cores']} cores, torch {facts['packages'].get('torch')}"
+def machine_line(facts: dict[str, Any]) -> str:
+    """The facts that a table names."""
+    gpus = ", ".join(facts["gpus"]) or "no GPU"
+    versions = facts["versions"]
+    shown = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu12")
+    named = ", ".join(f"{name} {versions[name]}" for name in shown if name in versions)
+    return (
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['instruction_set']}, {facts['memory_gib']} GiB, {gpus}; "
+        f"Python {facts['python']}, {named}"
+    )
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+def peak_bytes() -> int:
+    """The largest resident set this process has had, mapped files included."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def resident_bytes() -> int:
+    """The resident set of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gpu(properties: Any) -> str:
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    return f"{properties.name} (compute capability {properties.major}.{properties.minor}, {memory})"
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -22,24 +22,47 @@ from turbovit.benchmarks.reference import Reference, spliced
 _ROLES = {"user": "<|User|>", "assistant": "<|Assistant|>"}
 
 
+class DeepseekVL2VisionModel(nn.Module):
+    """transformers' SigLIP, the 2x2 patches beside each other, the projector: normalised [views, 3, height, width] to
+    [views, tokens, hidden].
+
+    Args:
+        config: the checkpoint's ``vision_config``.
+        tensors: all of the checkpoint's.
+    """
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]):
+        super().__init__()
+        self.vision = _vision(config, _part(tensors, "vision."))
+        self.projector = _projector(_part(tensors, "projector.layers."))
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Path) -> DeepseekVL2VisionModel:
+        """In float32, from a checkpoint folder."""
+        config = json.loads((checkpoint / "config.json").read_text())
+        return cls(config["vision_config"], _tensors(checkpoint))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        hidden = self.vision(pixels).last_hidden_state
+        grid = int(hidden.shape[1] ** 0.5)
+        x = hidden.reshape(len(pixels), grid, grid, -1)
+        x = F.pad(x, (0, 0, 0, grid % 2, 0, grid % 2)).permute(0, 3, 1, 2)
+        return self.projector(F.unfold(x, kernel_size=2, stride=2).permute(0, 2, 1))
+
+
 class DeepseekVL2Reference(Reference):
     """The original's processor and model over a checkpoint in its format, in float32."""
 
     def __init__(self, checkpoint: Path):
-        from safetensors.torch import load_file
         from transformers import AutoTokenizer
 
         self.config = json.loads((checkpoint / "config.json").read_text())
         self.settings = json.loads((checkpoint / "processor_config.json").read_text())
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.image_id = self.tokenizer.convert_tokens_to_ids("<image>")
-        tensors: dict[str, Tensor] = {}
-        for file in sorted(checkpoint.glob("*.safetensors")):
-            tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
+        tensors = _tensors(checkpoint)
         self.newline, self.separator = tensors["image_newline"], tensors["view_seperator"]
-        self.vision = _vision(self.config["vision_config"], _part(tensors, "vision."))
-        self.projector = _projector(_part(tensors, "projector.layers."))
-        self.model = nn.ModuleList([self.vision, self.projector])
+        self.model = DeepseekVL2VisionModel(self.config["vision_config"], tensors)
         self.language = _language(self.config["language_config"], _part(tensors, "language."))
 
     def inputs_from_messages(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Mapping[str, Tensor]:
@@ -71,11 +94,7 @@ class DeepseekVL2Reference(Reference):
         """Of uint8 pixels [views, 3, height, width]: [views, tokens, hidden]."""
         mean, std = (torch.tensor(self.settings[name])[:, None, None] for name in ("image_mean", "image_std"))
         pixels = (views.float() / 255 - mean.to(views.device)) / std.to(views.device)
-        hidden = self.vision(pixels.to(next(self.vision.parameters()).dtype)).last_hidden_state
-        grid = int(hidden.shape[1] ** 0.5)
-        x = hidden.reshape(len(views), grid, grid, -1)
-        x = F.pad(x, (0, 0, 0, grid % 2, 0, grid % 2)).permute(0, 3, 1, 2)
-        return self.projector(F.unfold(x, kernel_size=2, stride=2).permute(0, 2, 1))
+        return self.model(pixels.to(next(self.model.parameters()).dtype))
 
     def tower_outputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.inference_mode():
@@ -165,6 +184,15 @@ def _inputs(ids: list[int], crops: list[list[int]], tiles: list[Tensor], image_i
         "images_spatial_crop": torch.tensor(crops).reshape(-1, 2),
         "pixels": torch.stack(tiles) if tiles else torch.empty(0, dtype=torch.uint8),
     }
+
+
+def _tensors(checkpoint: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
+    return tensors
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

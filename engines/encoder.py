@@ -14,7 +14,7 @@ from turbovit.engines.commands import build_command
 from turbovit.engines.errors import InputError, NoEngineError, RuntimeUnavailableError, TurbovitError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.images import ImageLike
-from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor, Video, concatenated_outputs
+from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor, Video, concatenated_outputs, joined
 from turbovit.engines.runner import Runner
 
 logger = logging.getLogger("turbovit")
@@ -84,7 +84,7 @@ class Encoder:
         results: dict[int, Encoded] = {}
         for group in dict.fromkeys(item.group for item in items):
             members = [index for index, item in enumerate(items) if item.group == group]
-            outputs = self._run_group(torch.cat([items[index].rows for index in members]), group, max_batch)
+            outputs = self._run_group(joined([items[index].rows for index in members]), group, max_batch)
             start = 0
             for index in members:
                 stop = start + len(items[index].rows)

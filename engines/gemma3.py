@@ -11,11 +11,13 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from turbovit.engines.errors import InputError
-from turbovit.engines.images import ImageLike, rgb_from_image
+from turbovit.engines.images import ImageLike, readable_rgb
 from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor
+from turbovit.engines.resizing import pixels_from_rgb, resized
 
 PAN_AND_SCAN_VARIABLE = "TURBOVIT_PAN_AND_SCAN"
 # What Gemma3Processor passes to its image processor at every call: it wins over preprocessor_config.json. A test
@@ -27,6 +29,7 @@ PROCESSOR_OPTIONS: Mapping[str, Any] = {
     "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2,
 }
+_PAN_AND_SCAN = {name: value for name, value in PROCESSOR_OPTIONS.items() if name.startswith("pan_and_scan_")}
 _SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
@@ -54,15 +57,13 @@ class Gemma3Preprocessor(Preprocessor):
         return _SWITCH[configured.lower()]
 
     def pixels_from_image(self, image: ImageLike) -> Pixels:  # type: ignore[override]  # it has no options
-        output = self._processor(
-            rgb_from_image(image, self.alpha),
-            **{**PROCESSOR_OPTIONS, "do_pan_and_scan": self.pan_and_scan},
-            do_rescale=False,
-            do_normalize=False,
-            return_tensors="pt",
-        )
-        rows = output["pixel_values"]  # uint8 [crops, 3, 896, 896], the whole image first
-        return Pixels(rows=rows, group=None, runs=(self._tokens,) * len(rows))
+        whole = pixels_from_rgb(readable_rgb(image, self.alpha))
+        crops = self._processor.pan_and_scan_batched(whole, **_PAN_AND_SCAN) if self.pan_and_scan else []
+        size = {side: self._processor.size[side] for side in ("height", "width")}
+        rows = np.empty((1 + len(crops), 3, size["height"], size["width"]), dtype=np.uint8)  # the whole image first
+        for row, crop in zip(rows, (whole, *crops), strict=True):
+            row[:] = resized(self._processor, crop, size)
+        return Pixels(rows=torch.from_numpy(rows), group=None, runs=(self._tokens,) * len(rows))
 
     def inputs_from_rows(self, rows: torch.Tensor, group: Hashable) -> dict[str, torch.Tensor]:
         return {"pixels": rows}

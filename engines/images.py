@@ -60,6 +60,15 @@ def rgb_from_image(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
     Raises:
         InputError: the image cannot be decoded, is empty or too large, or has a mode that has no 8-bit meaning.
     """
+    rgb = readable_rgb(image, alpha)
+    if rgb is image:
+        rgb = rgb.copy()
+    rgb.info = {}  # an orientation or transparent colour that is still there would be applied again
+    return rgb
+
+
+def readable_rgb(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
+    """As `rgb_from_image`, for reading only: an image that is upright RGB already is not copied, but given back."""
     if isinstance(image, (str, Path)):
         try:
             return rgb_from_bytes(Path(image).read_bytes(), alpha)
@@ -70,9 +79,7 @@ def rgb_from_image(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
     elif not isinstance(image, Image.Image):
         raise InputError(f"an image is a PIL image, a uint8 array or a path, got {type(image).__name__}")
     _check_size(image.size)
-    rgb = _rgb(_upright(image), alpha)
-    rgb.info = {}  # an orientation or transparent colour that is still there would be applied again
-    return rgb
+    return _rgb(_upright(image), alpha)
 
 
 def rgb_from_bytes(data: bytes, alpha: Alpha = "white") -> Image.Image:
@@ -142,7 +149,8 @@ def _rgb(image: Image.Image, alpha: Alpha) -> Image.Image:
             image = image.convert("RGBA")  # also where alpha is dropped: a palette's would make Pillow warn
             if alpha == "white":
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return image.convert("RGB")
+        plain = type(image) is Image.Image and image.mode == "RGB"  # a file's class knows more than its pixels
+        return image if plain else image.convert("RGB")
     except Exception as error:  # Pillow lacks some conversions, and checks palettes and transparent colours late
         raise InputError(f"the image, of mode {image.mode}, cannot be converted to RGB: {error}") from None
 

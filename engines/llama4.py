@@ -6,13 +6,19 @@ Reference: `transformers.models.llama4` (processor and image processor), 5.24.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from turbovit.engines.images import ImageLike, rgb_from_image
+from turbovit.engines.images import ImageLike, readable_rgb
 from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor
+from turbovit.engines.resizing import pixels_from_rgb, resized
+
+Size = tuple[int, int]
 
 
 class Llama4Preprocessor(Preprocessor):
@@ -26,13 +32,43 @@ class Llama4Preprocessor(Preprocessor):
 
         self._processor = AutoImageProcessor.from_pretrained(processor_folder)
         self._tokens = int(facts["tokens_per_tile"])
+        self._side = int(self._processor.size["height"])
+        # The functions with which the processor's class plans its tiles; each version keeps them beside the class.
+        self._planning = import_module(type(self._processor).__module__)
 
     def pixels_from_image(self, image: ImageLike, **options: Any) -> Pixels:
-        rgb = rgb_from_image(image, self.alpha)
-        output = self._processor(rgb, do_rescale=False, do_normalize=False, return_tensors="pt")
-        rows = output["pixel_values"].flatten(0, -4)  # uint8 [tiles, 3, 336, 336]
-        ((tile_rows, tile_columns),) = output["aspect_ratios"].tolist()
-        return Pixels(rows, group=None, runs=(self._tokens,) * len(rows), grid=(1, tile_rows, tile_columns))
+        whole = pixels_from_rgb(readable_rgb(image, self.alpha))
+        side = self._side
+        canvas, (height, width) = self._fit((whole.shape[2], whole.shape[3]))
+        tile_rows, tile_columns = canvas[0] // side, canvas[1] // side
+        tiles = tile_rows * tile_columns
+        rows = np.zeros((tiles + (tiles > 1), 3, side, side), dtype=np.uint8)  # black where the image ends
+        fitted = resized(self._processor, whole, {"height": height, "width": width})
+        for number, (top, left) in enumerate(product(range(0, canvas[0], side), range(0, canvas[1], side))):
+            part = fitted[:, top : top + side, left : left + side]
+            rows[number, :, : part.shape[1], : part.shape[2]] = part
+        if tiles > 1:
+            rows[tiles] = resized(self._processor, whole, {"height": side, "width": side})
+        runs = (self._tokens,) * len(rows)
+        return Pixels(torch.from_numpy(rows), group=None, runs=runs, grid=(1, tile_rows, tile_columns))
+
+    def _fit(self, size: Size) -> tuple[Size, Size]:
+        """The canvas of whole tiles for an image of `size`, and the size that the image has on it, at its top left.
+
+        As `Llama4ImageProcessor._preprocess`; heights come first.
+        """
+        from transformers.image_utils import SizeDict
+
+        processor, planning, side = self._processor, self._planning, self._side
+        tile = SizeDict(height=side, width=side)
+        canvases = planning.find_supported_resolutions(max_num_chunks=processor.max_patches, patch_size=tile)
+        largest = processor.resize_to_max_canvas
+        best = planning.get_best_fit(size, torch.tensor(canvases), resize_to_max_canvas=largest)
+        canvas = (int(best[0]), int(best[1]))
+        # Small images are enlarged to one tile at most.
+        target = canvas if largest else tuple(min(max(a, side), b) for a, b in zip(size, canvas, strict=True))
+        height, width = planning.get_max_res_without_distortion(size, target)
+        return canvas, (max(height, 1), max(width, 1))
 
     def inputs_from_rows(self, rows: torch.Tensor, group: Hashable) -> dict[str, torch.Tensor]:
         return {"pixels": rows}

@@ -41,6 +41,8 @@ class OnnxRuntimeRunner(Runner):
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors only: its warnings are about graph optimisations
+        # Threads that spin after a run keep their cores from what comes next: torch's, and those of other sessions.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         provider: str | tuple[str, dict[str, str]] = _PROVIDERS[device.type]
         if device.type == "cuda":
             # TF32, its default, has 10 bits of mantissa: float32 would miss its certificate's bound.

@@ -124,4 +124,9 @@ class Preprocessor(ABC):
 
 def concatenated_outputs(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Outputs of consecutive runs joined along the batch axis."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Tensors joined along an axis; a single one as it is, not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from turbovit.engines.errors import InputError
-from turbovit.engines.images import ImageLike, rgb_from_image
+from turbovit.engines.images import ImageLike, readable_rgb
 from turbovit.engines.preprocessor import Encoded, Grid, Pixels, Preprocessor, Video
+from turbovit.engines.resizing import pixels_from_rgb, resized
 
 _UINT8: Mapping[str, Any] = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
 # Patches of one engine run: frames that have more together go in several runs. A larger frame has a run alone.
@@ -54,11 +55,16 @@ class Qwen3VLPreprocessor(Preprocessor):
         Args:
             size: ``shortest_edge`` and ``longest_edge``, in pixels of the whole image, instead of the processor's.
         """
-        rgb = rgb_from_image(image, self.alpha)
-        options = {**_UINT8, **_size_option(self._image_processor, size)}
-        output = _processed(self._image_processor, rgb, options)
-        (grid,) = output["image_grid_thw"].tolist()
-        return self._pixels(output["pixel_values"], (grid[0], grid[1], grid[2]))
+        whole = pixels_from_rgb(readable_rgb(image, self.alpha))
+        processor = self._image_processor
+        edges = _size_option(processor, size or processor.size)["size"]
+        factor = processor.patch_size * self._merge
+        try:
+            fitted = resized(processor, whole, edges, factor=factor)
+        except ValueError as error:  # extreme shapes
+            raise InputError(str(error)) from None
+        patches, grid = self._patches(fitted)
+        return self._pixels(patches, grid)
 
     def pixels_from_video(  # type: ignore[override]
         self, video: Video, size: Mapping[str, int] | None = None
@@ -93,6 +99,20 @@ class Qwen3VLPreprocessor(Preprocessor):
         levels = [outputs[f"deepstack_{level}"].flatten(0, 1) for level in range(len(outputs) - 1)]
         deepstack = torch.stack(levels) if levels else None
         return Encoded(outputs["features"].flatten(0, 1), pixels.runs, deepstack, pixels.grid, pixels.timestamps)
+
+    def _patches(self, pixels: np.ndarray) -> tuple[Tensor, Grid]:
+        """uint8 [3, height, width] as [patches, 3 * temporal * patch * patch] in merge-block order, and the grid.
+
+        The image is every frame of its one temporal step.
+        """
+        patch, merge = self._image_processor.patch_size, self._merge
+        height, width = pixels.shape[1] // patch, pixels.shape[2] // patch
+        blocks = pixels.reshape(3, height // merge, merge, patch, width // merge, merge, patch)
+        ordered = blocks.transpose(1, 4, 2, 5, 0, 3, 6)  # [rows, columns, merge, merge, 3, patch, patch]
+        patches = np.empty((*ordered.shape[:5], self._temporal, patch, patch), dtype=np.uint8)
+        for frame in range(self._temporal):
+            patches[:, :, :, :, :, frame] = ordered
+        return torch.from_numpy(patches.reshape(height * width, -1)), (1, height, width)
 
     def _pixels(self, patches: Tensor, grid: Grid) -> Pixels:
         steps, height, width = grid

@@ -24,6 +24,17 @@ DTYPES = {
 PRECISION_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor`, contiguous, on `device`.
+
+    From the host to a CUDA device through pinned memory, so that the copy is queued and nobody waits for it; torch
+    keeps that memory until the copy is done.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+    return tensor.to(device).contiguous()
+
+
 class Runner(ABC):
     """Runs one engine of a bundle. Safe to call from several threads.
 
@@ -74,7 +85,7 @@ class Runner(ABC):
             EngineInputError: a name, dtype or shape is wrong, or a limit is exceeded.
         """
         symbols = self._check(inputs)
-        placed = {name: tensor.to(self.device).contiguous() for name, tensor in inputs.items()}
+        placed = {name: on_device(tensor, self.device) for name, tensor in inputs.items()}
         shapes = {spec.name: resolve(spec.shape, symbols) for spec in self.manifest.outputs}
         outputs = self._infer(placed, shapes)
         for name, shape in shapes.items():

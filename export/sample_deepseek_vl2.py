@@ -7,7 +7,7 @@ releases; vocabulary, merges and weights are our own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ _SIZES = {
 }
 
 
-def write_sample(folder: Path, size: str, seed: int) -> None:
+def write_sample(folder: Path, size: str, seed: int, layers: int | None = None) -> None:
     """Write a checkpoint with float32 weights.
 
     Args:
@@ -79,12 +79,14 @@ def write_sample(folder: Path, size: str, seed: int) -> None:
             two; or ``full`` - the vision side of the largest release, 1.8 GB in several shards, and its experts
             chosen by sigmoid.
         seed: of the weights; nothing else depends on it.
+        layers: of the vision tower, where not as many as the size has.
 
     Raises:
         OSError, safetensors.SafetensorError: a file cannot be written.
     """
+    sizes = _SIZES[size] if layers is None else replace(_SIZES[size], layers=layers)
     tokenizer = _tokenizer()
-    config = _config(_SIZES[size], tokenizer)
+    config = _config(sizes, tokenizer)
     files = {
         "config.json": config,
         "processor_config.json": _processor_config(),

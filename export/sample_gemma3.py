@@ -6,7 +6,7 @@ chat template its behaviour; vocabulary, merges, template text and weights are o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,19 +90,21 @@ _SIZES = {
 }
 
 
-def write_sample(folder: Path, size: str, seed: int) -> None:
+def write_sample(folder: Path, size: str, seed: int, layers: int | None = None) -> None:
     """Write a `Gemma3ForConditionalGeneration` checkpoint with float32 weights.
 
     Args:
         folder: exists and is empty.
         size: ``tiny``, ``small``, or ``full`` - the vision side of the 4B model, 1.7 GB in several shards.
         seed: of the weights; nothing else depends on it.
+        layers: of the vision tower, where not as many as the size has.
 
     Raises:
         OSError, safetensors.SafetensorError: a file cannot be written.
     """
+    sizes = _SIZES[size] if layers is None else replace(_SIZES[size], layers=layers)
     tokenizer = _tokenizer()
-    config = _config(_SIZES[size], tokenizer)
+    config = _config(sizes, tokenizer)
     preprocessor = _preprocessor_config()
     files = {
         "config.json": config,

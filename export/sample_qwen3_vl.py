@@ -126,28 +126,36 @@ _SIZES = {
 _MOE_SIZES = _SIZES | {"full": replace(_SIZES["full"], out=2048)}
 
 
-def write_sample(folder: Path, size: str, seed: int) -> None:
+def write_sample(folder: Path, size: str, seed: int, layers: int | None = None) -> None:
     """Write a `Qwen3VLForConditionalGeneration` checkpoint with float32 weights.
 
     Args:
         folder: exists and is empty.
         size: ``tiny``, ``small``, or ``full`` - the vision side of the 8B model, 2.5 GB in several shards.
         seed: of the weights; nothing else depends on it.
+        layers: of the vision tower, where not as many as the size has; deepstack levels keep their share of the depth.
 
     Raises:
         OSError, safetensors.SafetensorError: a file cannot be written.
     """
     tokenizer = _tokenizer()
-    _write(folder, size, seed, tokenizer, _config(_SIZES[size], tokenizer))
+    _write(folder, size, seed, tokenizer, _config(_sizes(_SIZES[size], layers), tokenizer))
 
 
-def write_moe_sample(folder: Path, size: str, seed: int) -> None:
+def write_moe_sample(folder: Path, size: str, seed: int, layers: int | None = None) -> None:
     """Write a `Qwen3VLMoeForConditionalGeneration` checkpoint with float32 weights.
 
     As `write_sample`, but for the text side, and that ``full`` has the vision side of the 30B-A3B model.
     """
     tokenizer = _tokenizer()
-    _write(folder, size, seed, tokenizer, _moe_config(_MOE_SIZES[size], tokenizer))
+    _write(folder, size, seed, tokenizer, _moe_config(_sizes(_MOE_SIZES[size], layers), tokenizer))
+
+
+def _sizes(sizes: _Sizes, layers: int | None) -> _Sizes:
+    if layers is None:
+        return sizes
+    levels = sorted({level * layers // sizes.layers for level in sizes.levels})
+    return replace(sizes, layers=layers, levels=tuple(levels))
 
 
 def _write(folder: Path, size: str, seed: int, tokenizer: Tokenizer, config: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ where white who will window work would write year yellow yes you
 _WORDS = _WORD_LIST.split()
 
 
-def write_sample(family: str, folder: Path, size: str = "tiny", seed: int = 0) -> None:
+def write_sample(family: str, folder: Path, size: str = "tiny", seed: int = 0, layers: int | None = None) -> None:
     """Write a synthetic Hugging Face checkpoint. `folder` appears whole or not at all.
 
     Args:
@@ -53,19 +53,22 @@ def write_sample(family: str, folder: Path, size: str = "tiny", seed: int = 0) -
         folder: must not exist yet, or be empty.
         size: ``tiny`` and ``small`` have a narrow tower, ``full`` the family's real one, in several shards.
         seed: other seeds give other weights; the same seed gives the same bytes.
+        layers: of the vision tower, where not as many as the size has: a full-width tower that is quick to measure.
 
     Raises:
-        UnsupportedModelError: unknown family or size.
+        UnsupportedModelError: unknown family or size, or no layers.
         BuildError: something stands at `folder` already, or it cannot be written (disk full, no permission).
     """
     from safetensors import SafetensorError
 
     if size not in get_args(Size):
         raise UnsupportedModelError(f"unknown sample size {size!r}; available: {', '.join(get_args(Size))}")
+    if layers is not None and layers < 1:
+        raise UnsupportedModelError(f"a vision tower of {layers} layers, expected at least 1")
     write = load(family_from_name(family).sample)
     try:
         with folder_in_one_step(folder.resolve()) as temporary:
-            write(temporary, size, seed)
+            write(temporary, size, seed, **({} if layers is None else {"layers": layers}))
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         raise BuildError(f"the sample could not be written to {folder}: {error}") from error
 

@@ -11,10 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
-import torch
-
 from turbovit.engines.errors import InputError
-from turbovit.engines.preprocessor import Encoded
+from turbovit.engines.preprocessor import Encoded, joined
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
 from turbovit.lmdeploy_ext.mrope import VisionSpan, mrope_positions
@@ -120,7 +118,7 @@ class CompiledQwen3VL(CompiledVisionModel):
         meta = {
             "mrope_position_ids": positions,
             "mrope_position_delta": delta,
-            "deepstack_embeds": list(torch.cat(levels, dim=1)) if levels else [],
+            "deepstack_embeds": list(joined(levels, dim=1)) if levels else [],
         }
         return {**request, "input_meta": meta}
 

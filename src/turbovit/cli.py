@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from turbovit.bench_cli import bench_app
 from turbovit.engines.errors import TurbovitError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench_app, name="bench")
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
@@ -64,12 +66,13 @@ def sample(
     directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist or be empty.")],
     size: Annotated[str, typer.Option(help="tiny, small or full.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    layers: Annotated[int | None, typer.Option(help="Of the vision tower [default: as many as the size has].")] = None,
 ) -> None:
     """Write a synthetic checkpoint: real geometry, random weights, its own tokenizer."""
     from turbovit.export.samples import write_sample
 
     with err.status(f"writing a {size} {family} checkpoint"):
-        write_sample(family, directory, size, seed)
+        write_sample(family, directory, size, seed, layers)
     out.print(f"{family} ({size}) written to {escape(str(directory))}", soft_wrap=True)
 
 

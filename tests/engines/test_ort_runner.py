@@ -152,3 +152,10 @@ def test_a_graph_that_does_not_load_is_named(engine: Engine, tiny_gemma3_bundle:
     damaged = replace(engine, file="manifest.json")
     with pytest.raises(BundleError, match=r"onnxruntime .* cannot load manifest\.json"):
         OnnxRuntimeRunner.open(tiny_gemma3_bundle, damaged, torch.device("cpu"))
+
+
+def test_threads_do_not_spin_between_runs(tiny_gemma3_bundle: Bundle, engine: Engine) -> None:
+    """They would keep their cores from torch and from other sessions."""
+    runner = OnnxRuntimeRunner.open(tiny_gemma3_bundle, engine, torch.device("cpu"))
+    options = runner._session.get_session_options()
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from turbovit.engines.bundle import Bundle, Engine, Profile
 from turbovit.engines.encoder import RUNNERS, TORCH_ENGINE
 from turbovit.engines.errors import EngineInputError
 from turbovit.engines.families import load
-from turbovit.engines.runner import Runner, Tensors
+from turbovit.engines.runner import Runner, Tensors, on_device
 from turbovit.export.certify import read_reference
 
 FP32_RELATIVE_L2 = 1e-5  # the certificate's bound
@@ -178,3 +179,37 @@ def test_a_runner_is_closed_at_the_end_of_its_block(
     with pytest.raises(EngineInputError), opened:
         opened.run({})
     assert closed == [True, True]
+
+
+class FakeHostTensor:
+    """What `on_device` asks of a tensor in host memory, recorded; its copies are tensors of the same kind."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, events: list[Any]):
+        self.events = events
+
+    def contiguous(self) -> FakeHostTensor:
+        self.events.append("contiguous")
+        return self
+
+    def pin_memory(self) -> FakeHostTensor:
+        self.events.append("pinned")
+        return self
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> FakeHostTensor:
+        self.events.append((device, non_blocking))
+        return self
+
+
+def test_host_tensors_go_to_cuda_through_pinned_memory_without_waiting() -> None:
+    events: list[Any] = []
+    cuda = torch.device("cuda", 1)
+    on_device(FakeHostTensor(events), cuda)  # type: ignore[arg-type]
+    assert events == ["contiguous", "pinned", (cuda, True)]
+
+
+def test_tensors_that_are_there_are_not_copied() -> None:
+    tensor = torch.zeros(3)
+    assert on_device(tensor, torch.device("cpu")) is tensor
+    assert on_device(torch.zeros(2, 3).T, torch.device("cpu")).is_contiguous()

@@ -172,8 +172,7 @@ def vision_reference(folder: Path) -> DeepseekVL2Reference:
     tensors = {name: tensor.float() for name, tensor in load_file(folder / SINGLE).items()}
     reference = DeepseekVL2Reference.__new__(DeepseekVL2Reference)
     reference.settings = json.loads((folder / "processor_config.json").read_text())
-    reference.vision = module._vision(config["vision_config"], module._part(tensors, "vision."))
-    reference.projector = module._projector(module._part(tensors, "projector.layers."))
+    reference.model = module.DeepseekVL2VisionModel(config["vision_config"], tensors)
     return reference
 
 

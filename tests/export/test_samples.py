@@ -228,3 +228,14 @@ def test_the_chat_template_does_what_the_released_one_does(
     render = processor.tokenizer.apply_chat_template
     theirs = render(turns, chat_template=released, tokenize=False, add_generation_prompt=prompt)
     assert render(turns, tokenize=False, add_generation_prompt=prompt) == theirs
+
+
+@pytest.mark.parametrize(("family", "levels"), [("gemma3", None), ("llama4", None), ("qwen3_vl", [0, 1])])
+def test_a_sample_can_have_fewer_layers(family: str, levels: list[int] | None, tmp_path: Path) -> None:
+    """Two of Qwen3-VL's four: its levels 0, 1 and 2 keep their share of the depth."""
+    write_sample(family, tmp_path / "x", "tiny", 0, layers=2)
+    vision = json.loads((tmp_path / "x" / "config.json").read_text())["vision_config"]
+    assert vision.get("num_hidden_layers", vision.get("depth")) == 2
+    assert vision.get("deepstack_visual_indexes") == levels
+    with pytest.raises(UnsupportedModelError, match="0 layers"):
+        write_sample(family, tmp_path / "y", "tiny", 0, layers=0)

@@ -1,0 +1,73 @@
+"""One step in a process of its own, so that its peak memory is its own: ``python -m turbovit.benchmarks.child``.
+
+Takes a JSON object as its argument, and prints one as its last line: seconds and peak bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from turbovit.engines.errors import BuildError
+
+
+def in_child(step: str, **arguments: Any) -> dict[str, float]:
+    """Run a step of this module in a new process; its ``seconds`` and ``peak`` bytes.
+
+    Raises:
+        BuildError: it failed; with the end of what it said.
+    """
+    command = [sys.executable, "-m", "turbovit.benchmarks.child", json.dumps({"step": step, **arguments}, default=str)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise BuildError(f"{step} failed in a process of its own: {result.stderr.strip()[-2000:]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def _build(arguments: Mapping[str, Any]) -> float:
+    from turbovit.export.build import build
+
+    started = time.perf_counter()
+    build(arguments["checkpoint"], arguments["bundle"], runtimes=arguments["runtimes"])
+    return time.perf_counter() - started
+
+
+def _load(arguments: Mapping[str, Any]) -> float:
+    from turbovit.engines.encoder import open_encoder
+
+    started = time.perf_counter()
+    open_encoder(arguments["bundle"], arguments["runtime"], "auto")
+    return time.perf_counter() - started
+
+
+def _run(arguments: Mapping[str, Any]) -> float:
+    from turbovit.benchmarks.subjects import noise_image
+    from turbovit.engines.encoder import open_encoder
+
+    encoder = open_encoder(arguments["bundle"], arguments["runtime"], "auto")
+    width, height = arguments["size"]
+    image = noise_image((width, height))
+    started = time.perf_counter()
+    encoder.encode([image])
+    return time.perf_counter() - started
+
+
+STEPS: dict[str, Callable[[Mapping[str, Any]], float]] = {"build": _build, "load": _load, "run": _run}
+
+
+def main() -> None:
+    """Run the step that the command line names."""
+    arguments = json.loads(sys.argv[1])
+    seconds = STEPS[arguments["step"]](arguments)
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)  # compilers run in processes of their own
+    peak = max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
+    print(json.dumps({"seconds": seconds, "peak": peak}))
+
+
+if __name__ == "__main__":
+    main()
