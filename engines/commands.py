@@ -15,3 +15,10 @@ def build_command(
     words += ["--runtime", runtime] if runtime is not None else []
     words += ["--precision", precision] if precision is not None else []
     return shlex.join(words)
+
+
+def serve_command(model: str | Path, tensor_parallel: int = 1) -> str:
+    """The `turbovit serve` that answers requests about `model`."""
+    words = ["turbovit", "serve", str(model)]
+    words += ["--tp", str(tensor_parallel)] if tensor_parallel > 1 else []
+    return shlex.join(words)

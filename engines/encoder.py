@@ -46,10 +46,7 @@ class Encoder:
         self.bundle = bundle
         self.manifest = bundle.manifest
         self.runner = runner
-        family = family_from_name(self.manifest.family)
-        self.preprocessor: Preprocessor = load(family.preprocessor)(bundle.path / PROCESSOR_FOLDER, self.manifest.facts)
-        self.preprocessor.limits = self.manifest.limits
-        self.preprocessor.tensors = read_extra_tensors(bundle)
+        self.preprocessor = preprocessor_of(bundle)
         batch_symbol = self.manifest.inputs[0].shape[0]
         self._limit = self.manifest.limits[str(batch_symbol)]
 
@@ -84,7 +81,7 @@ class Encoder:
         results: dict[int, Encoded] = {}
         for group in dict.fromkeys(item.group for item in items):
             members = [index for index, item in enumerate(items) if item.group == group]
-            outputs = self._run_group(joined([items[index].rows for index in members]), group, max_batch)
+            outputs = self.run_rows(joined([items[index].rows for index in members]), group, max_batch)
             start = 0
             for index in members:
                 stop = start + len(items[index].rows)
@@ -93,16 +90,26 @@ class Encoder:
                 start = stop
         return [results[index] for index in range(len(items))]
 
-    def close(self) -> None:
-        """Free the engine."""
-        self.runner.close()
-
-    def _run_group(self, rows: torch.Tensor, group: Hashable, max_batch: int | None) -> dict[str, torch.Tensor]:
+    def run_rows(self, rows: torch.Tensor, group: Hashable, max_batch: int | None = None) -> dict[str, torch.Tensor]:
+        """The engine's outputs for rows of one group, on the engine's device; limits as in `encode_pixels`."""
         limits = (self._limit, max_batch, self.preprocessor.max_rows(group))
         parts = rows.split(min(limit for limit in limits if limit))
         return concatenated_outputs(
             [self.runner.run(self.preprocessor.inputs_from_rows(part, group)) for part in parts]
         )
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.runner.close()
+
+
+def preprocessor_of(bundle: Bundle) -> Preprocessor:
+    """A bundle's preprocessor, for what needs no engine."""
+    family = family_from_name(bundle.manifest.family)
+    preprocessor: Preprocessor = load(family.preprocessor)(bundle.path / PROCESSOR_FOLDER, bundle.manifest.facts)
+    preprocessor.facts, preprocessor.limits = bundle.manifest.facts, bundle.manifest.limits
+    preprocessor.tensors = read_extra_tensors(bundle)
+    return preprocessor
 
 
 def open_encoder(bundle: str | Path | Bundle, runtime: str = "auto", device: str = "auto") -> Encoder:

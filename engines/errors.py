@@ -13,6 +13,10 @@ class TurbovitError(Exception):
     exit_code = 2
 
 
+class UsageError(TurbovitError):
+    """A command has options that do not exist, or do not go together."""
+
+
 class UnsupportedModelError(TurbovitError):
     """No family is known for the architecture, or the family cannot do what its config asks for."""
 

@@ -76,16 +76,21 @@ class Encoded:
         return list(self.features.split(list(self.runs)))
 
 
+Item = Pixels | Encoded  # an image or video, before or after the engine: its place in a prompt is the same
+
+
 class Preprocessor(ABC):
     """What a family does before and after the engine.
 
     Attributes:
         alpha: what happens to transparent pixels.
-        limits: of one engine run, by symbol; an encoder sets its bundle's.
-        tensors: that the family puts between the engine's features; an encoder sets its bundle's.
+        facts: of the bundle's manifest, which prompts are made with.
+        limits: of one engine run, by symbol; the bundle's.
+        tensors: that the family puts between the engine's features; the bundle's.
     """
 
     alpha: ClassVar[Alpha] = "white"
+    facts: Mapping[str, Any] = MappingProxyType({})
     limits: Mapping[str, int] = MappingProxyType({})
     tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
 

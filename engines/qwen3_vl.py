@@ -89,7 +89,7 @@ class Qwen3VLPreprocessor(Preprocessor):
 
     def inputs_from_rows(self, rows: Tensor, group: Hashable) -> dict[str, Tensor]:
         height, width = cast(tuple[int, int], group)
-        return {"pixels": rows, **grid_inputs(height, width, self._merge, self._side)}
+        return {"pixels": rows, **_placed_grid_inputs(height, width, self._merge, self._side, rows.device)}
 
     def max_rows(self, group: Hashable) -> int:
         height, width = cast(tuple[int, int], group)
@@ -160,6 +160,12 @@ def grid_inputs(height: int, width: int, merge: int, side: int) -> Mapping[str, 
         "interp_weight": weight,
         "patch_position": torch.stack([rows, columns], dim=1).to(torch.int32),
     }
+
+
+@lru_cache(maxsize=32)
+def _placed_grid_inputs(height: int, width: int, merge: int, side: int, device: torch.device) -> Mapping[str, Tensor]:
+    """`grid_inputs` on the device that the patches are on, copied there once."""
+    return {name: tensor.to(device) for name, tensor in grid_inputs(height, width, merge, side).items()}
 
 
 def _taps(position: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:

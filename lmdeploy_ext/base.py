@@ -1,17 +1,23 @@
-"""What the compiled vision models share: LMDeploy's steps for backend turbomind, over an `Encoder`."""
+"""What the compiled vision models share: LMDeploy's steps for both backends.
+
+For TurboMind they encode here, with an `Encoder`. Beside the PyTorch engine they make pixels and prompts alone: the
+tower runs in the engine (`turbovit.lmdeploy_ext.pytorch_engine`).
+"""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from turbovit.engines.encoder import Encoder, open_encoder
+from turbovit.engines.bundle import open_bundle
+from turbovit.engines.encoder import Encoder, open_encoder, preprocessor_of
 from turbovit.engines.errors import InputError
-from turbovit.engines.preprocessor import Encoded, Pixels
+from turbovit.engines.preprocessor import Item, Pixels, Preprocessor
 from turbovit.lmdeploy_ext import adapter
+from turbovit.lmdeploy_ext.bundle_choice import AUTO_BUILD_VARIABLE as AUTO_BUILD_VARIABLE
+from turbovit.lmdeploy_ext.bundle_choice import BUNDLE_VARIABLE as BUNDLE_VARIABLE
+from turbovit.lmdeploy_ext.bundle_choice import bundle_folder
 from turbovit.lmdeploy_ext.conversation import (
     Conversation,
     MediaPart,
@@ -20,18 +26,22 @@ from turbovit.lmdeploy_ext.conversation import (
     refuse_reserved,
     with_markers_applied,
 )
-from turbovit.lmdeploy_ext.prompt import refuse_unknown_ids, template_messages
-
-logger = logging.getLogger("turbovit")
-
-AUTO_BUILD_VARIABLE = "TURBOVIT_AUTO_BUILD"
-BUNDLE_VARIABLE = "TURBOVIT_BUNDLE"
+from turbovit.lmdeploy_ext.prompt import (
+    check_runs,
+    pytorch_request,
+    refuse_unknown_ids,
+    runs_of,
+    template_messages,
+    turbomind_request,
+)
+from turbovit.lmdeploy_ext.pytorch_engine.adapter import is_beside_compiled_tower
 
 
 class CompiledVisionModel:
     """The compiled half of a vision model; `adapter.vision_model_class` puts it in front of LMDeploy's own class.
 
-    On backend pytorch, and when LMDeploy loads the whole model (``with_llm``), everything is LMDeploy's own.
+    Beside a PyTorch engine without a compiled tower, and when LMDeploy loads the whole model (``with_llm``), everything
+    is LMDeploy's own.
 
     Attributes:
         reserved: strings that mark an image's place in the family's prompts; refused in texts.
@@ -41,6 +51,7 @@ class CompiledVisionModel:
             all its texts have to be one.
         bundle: the bundle's folder; None looks in ``$TURBOVIT_BUNDLE``, then in the store.
         device: where the engine shall run.
+        encoder: on backend turbomind.
     """
 
     reserved: ClassVar[tuple[str, ...]]
@@ -49,7 +60,8 @@ class CompiledVisionModel:
 
     bundle: str | Path | None = None
     device: str = "auto"
-    encoder: Encoder
+    encoder: Encoder | None = None
+    _alone: Preprocessor | None = None
 
     # Set by LMDeploy's VisionModel.
     model_path: str
@@ -57,9 +69,28 @@ class CompiledVisionModel:
     with_llm: bool
 
     @property
+    def preprocessor(self) -> Preprocessor | None:
+        """The bundle's; None where everything is LMDeploy's own."""
+        return self.encoder.preprocessor if self.encoder else self._alone
+
+    @property
     def compiled(self) -> bool:
-        """Whether this object encodes with an engine (and is not LMDeploy's own class in all it does)."""
-        return hasattr(self, "encoder")
+        """Whether an engine encodes for this object (and it is not LMDeploy's own class in all it does)."""
+        return self.preprocessor is not None
+
+    def build_preprocessor(self, trust_remote_code: bool = False) -> None:
+        """Load the processor; beside a PyTorch engine with a compiled tower, open the bundle's preprocessor too.
+
+        Raises:
+            BundleError: as `build_model`.
+        """
+        self.build_own_preprocessor(trust_remote_code)
+        if is_beside_compiled_tower():
+            self.open_preprocessor()
+
+    def build_own_preprocessor(self, trust_remote_code: bool) -> None:
+        """As LMDeploy's class does."""
+        super().build_preprocessor(trust_remote_code=trust_remote_code)  # type: ignore[misc]
 
     def build_model(self, trust_remote_code: bool = False) -> None:
         """Open the bundle of this checkpoint; build it first where ``TURBOVIT_AUTO_BUILD=1`` and there is none.
@@ -70,7 +101,11 @@ class CompiledVisionModel:
         if self.backend != "turbomind" or self.with_llm:
             super().build_model(trust_remote_code=trust_remote_code)  # type: ignore[misc]
             return
-        self.encoder = open_encoder(self._bundle_folder(), device=self.device)
+        self.encoder = open_encoder(bundle_folder(self.model_path, self.bundle), device=self.device)
+
+    def open_preprocessor(self) -> None:
+        """Make requests from now on for a PyTorch engine that runs the compiled tower."""
+        self._alone = preprocessor_of(open_bundle(bundle_folder(self.model_path, self.bundle)))
 
     def preprocess(self, messages: list[dict]) -> list[dict]:
         """Append ``role='preprocess'`` with one entry an image, in prompt order.
@@ -90,7 +125,7 @@ class CompiledVisionModel:
         Args:
             max_batch_size: how many rows (crops, tiles) one engine run may have; changes no result.
         """
-        if not self.compiled:
+        if self.encoder is None:
             return super().forward(messages, max_batch_size)  # type: ignore[misc]
         encoded = self.encoder.encode_pixels(messages[-1]["pixels"], max_batch_size)
         features = [part for one in encoded for part in one.features.split(self.entry_tokens(one.runs))]
@@ -119,6 +154,28 @@ class CompiledVisionModel:
         *own, _, forwarded = messages
         prompt = self._prompt(self._conversation(own), chat_template, tools, chat_template_kwargs or {})
         return self._request(prompt, forwarded["encoded"], tokenizer)
+
+    def to_pytorch(
+        self,
+        messages: list[dict],
+        chat_template: Any,
+        tokenizer: Any,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The PyTorch engine's request: prompt, input_ids and multimodal; raises as `to_turbomind`."""
+        if not self.compiled:
+            return super().to_pytorch(  # type: ignore[misc]
+                messages, chat_template, tokenizer, tools=tools, chat_template_kwargs=chat_template_kwargs, **kwargs
+            )
+        *own, preprocessed = messages
+        prompt = self._prompt(self._conversation(own), chat_template, tools, chat_template_kwargs or {})
+        return self._request(prompt, preprocessed["pixels"], tokenizer)
+
+    def has_input_ids(self, messages: list[dict]) -> bool:
+        """Whether LMDeploy shall call its own `to_pytorch_with_input_ids`: `to_pytorch` takes token ids too."""
+        return not self.compiled and super().has_input_ids(messages)  # type: ignore[misc]
 
     def text_request(
         self,
@@ -154,19 +211,57 @@ class CompiledVisionModel:
         """Tokens of each of `preprocess`'s entries for an image with these runs: all of them in one entry."""
         return [sum(runs)]
 
-    def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def request_from_text(self, prompt: str, items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         """The request for a prompt that has one placeholder an image or video."""
         raise NotImplementedError
 
-    def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def request_from_ids(self, ids: list[int], items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         """The request for token ids that hold the family's placeholders."""
         raise NotImplementedError
 
-    def _request(self, prompt: str | list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def entries(self, ids: list[int], runs: Sequence[Sequence[int]], pixels: Sequence[Pixels]) -> list[dict[str, Any]]:
+        """What the input processor of the family in LMDeploy's PyTorch engine takes; here, one entry an image.
+
+        Args:
+            runs: [begin, end) of the runs of placeholder ids in `ids`.
+        """
+        entries, first = [], 0
+        for one in pixels:
+            own = runs[first : first + len(one.runs)]
+            begin, end = own[0][0], own[-1][1]
+            place = {"offset": begin, "image_tokens": end - begin, "image_token_id": ids[begin]}
+            entries.append({"pixel_values": one.rows, **place})
+            first += len(own)
+        return entries
+
+    def request(
+        self, prompt: str | None, ids: list[int], tokens: Collection[int], items: Sequence[Any]
+    ) -> dict[str, Any]:
+        """As `request_from_runs`, where every run of one of `tokens` in `ids` is an image's."""
+        return self.request_from_runs(prompt, ids, runs_of(ids, tokens), items)
+
+    def request_from_runs(
+        self, prompt: str | None, ids: list[int], runs: list[list[int]], items: Sequence[Any]
+    ) -> dict[str, Any]:
+        """The backend's request for a prompt that is tokenised, with its placeholders expanded.
+
+        Args:
+            runs: [begin, end) of the runs of placeholders in `ids`.
+            items: the images in prompt order: encoded on backend turbomind, else pixels.
+
+        Raises:
+            InputError: the runs of placeholders are not those of the images.
+        """
+        check_runs(runs, items)
+        if self.backend == "pytorch":
+            return pytorch_request(prompt, ids, self.entries(ids, runs, items))
+        return turbomind_request(prompt, ids, runs, items)
+
+    def _request(self, prompt: str | list[int], items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         if isinstance(prompt, str):
-            return self.request_from_text(prompt, encoded, tokenizer)
+            return self.request_from_text(prompt, items, tokenizer)
         refuse_unknown_ids(prompt, tokenizer)
-        return self.request_from_ids(prompt, encoded, tokenizer)
+        return self.request_from_ids(prompt, items, tokenizer)
 
     def _prompt(
         self, conversation: Conversation, chat_template: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]
@@ -200,7 +295,8 @@ class CompiledVisionModel:
         return conversation_from_messages(messages, tuple(self.placeholders))
 
     def _pixels(self, part: MediaPart, options: Mapping[str, Any] | None = None) -> Pixels:
-        preprocessor = self.encoder.preprocessor
+        preprocessor = self.preprocessor
+        assert preprocessor is not None
         try:
             if part.kind == "video":
                 return preprocessor.pixels_from_video(adapter.video_from_part(part), **(options or {}))
@@ -209,23 +305,8 @@ class CompiledVisionModel:
             raise InputError(f"{part.label}: {error}") from None
 
     def _fact(self, name: str) -> int:
-        return self.encoder.manifest.facts[name]
-
-    def _bundle_folder(self) -> Path:
-        from turbovit.export.plan import find_bundle, no_bundle, require_fit
-
-        given = self.bundle or os.environ.get(BUNDLE_VARIABLE)
-        if given:
-            require_fit(self.model_path, given)
-            return Path(given)
-        found = find_bundle(self.model_path)
-        if found:
-            return found
-        if os.environ.get(AUTO_BUILD_VARIABLE) == "1":
-            from turbovit.export.build import build
-
-            return build(self.model_path, report=logger.info).bundle.path
-        raise no_bundle(self.model_path, f" (or set {AUTO_BUILD_VARIABLE}=1 to build it at the first start)")
+        assert self.preprocessor is not None
+        return self.preprocessor.facts[name]
 
 
 def _messages(prompt: str | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 
 from turbovit.engines.deepseek_vl2 import MOST_CROPPED
 from turbovit.engines.errors import InputError
-from turbovit.engines.preprocessor import Encoded
+from turbovit.engines.preprocessor import Item, Pixels
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
 from turbovit.lmdeploy_ext.conversation import Conversation, refuse_reserved, with_markers_applied
 from turbovit.lmdeploy_ext.prompt import (
     expanded_ids,
     ids_from_text,
-    request_from_ranges,
     runs_of,
     template_messages,
 )
+from turbovit.lmdeploy_ext.pytorch_engine.adapter import is_beside_compiled_tower
 
 _IMAGE, _USER, _ASSISTANT = "<image>", "<|User|>", "<|Assistant|>"
 _LMDEPLOYS_TEMPLATES = ("base", "deepseek-vl2")  # the first where the folder is not called deepseek-vl2
@@ -55,10 +55,18 @@ class CompiledDeepseekVL2(CompiledVisionModel):
     reserved: ClassVar[tuple[str, ...]] = (_IMAGE,)
     placeholders: ClassVar[Mapping[str, str]] = {"image": _IMAGE}
 
-    def build_preprocessor(self, trust_remote_code: bool = False) -> None:
-        """Nothing for TurboMind: the bundle has all of it, and LMDeploy's own needs packages that cannot be there."""
-        if self.backend != "turbomind" or self.with_llm:
-            super().build_preprocessor(trust_remote_code)  # type: ignore[misc]
+    def build_own_preprocessor(self, trust_remote_code: bool) -> None:
+        """Nothing with an engine: the bundle has all of it, and LMDeploy's own needs packages that cannot be there."""
+        if (self.backend != "turbomind" or self.with_llm) and not is_beside_compiled_tower():
+            super().build_own_preprocessor(trust_remote_code)
+
+    def entries(self, ids: list[int], runs: Sequence[Sequence[int]], pixels: Sequence[Pixels]) -> list[dict[str, Any]]:
+        """One entry an image, with the columns and rows of its tiles."""
+        entries = super().entries(ids, runs, pixels)
+        for entry, one in zip(entries, pixels, strict=True):
+            assert one.grid is not None
+            entry["images_spatial_crop"] = (one.grid[2], one.grid[1])
+        return entries
 
     def check_messages(self, messages: Sequence[Mapping[str, Any]], chat_template: Any) -> None:
         super().check_messages(messages, chat_template)
@@ -72,14 +80,14 @@ class CompiledDeepseekVL2(CompiledVisionModel):
     def image_options(self, conversation: Conversation) -> Mapping[str, Any]:
         return {"cropping": len(conversation.media) <= MOST_CROPPED}
 
-    def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def request_from_text(self, prompt: str, items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         text = prompt.removeprefix(tokenizer.model.model.bos_token)
-        return {**self._segments_request([Segment(text)], encoded, tokenizer), "prompt": prompt}
+        return {**self._segments_request([Segment(text)], items, tokenizer), "prompt": prompt}
 
-    def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def request_from_ids(self, ids: list[int], items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         """From ids with one image token an image, or with every image already expanded (as the original's processor
         does). The image token is one of its own, so that what replaces it merges with nothing beside it."""
-        return self._expanded_request(None, ids, encoded, tokenizer)
+        return self._expanded_request(None, ids, items, tokenizer)
 
     def _writes_prompt(self, chat_template: Any) -> bool:
         """Whether the original's format is written instead; a template that a user chose or edited is left to it."""
@@ -106,14 +114,12 @@ class CompiledDeepseekVL2(CompiledVisionModel):
             raise InputError("the conversation is a system message alone: a user message must follow it")
         return dialogue
 
-    def _request(self, prompt: Any, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def _request(self, prompt: Any, items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         if isinstance(prompt, Dialogue):
-            return self._segments_request(prompt.segments, encoded, tokenizer)
-        return super()._request(prompt, encoded, tokenizer)
+            return self._segments_request(prompt.segments, items, tokenizer)
+        return super()._request(prompt, items, tokenizer)
 
-    def _segments_request(
-        self, segments: Sequence[Segment], encoded: Sequence[Encoded], tokenizer: Any
-    ) -> dict[str, Any]:
+    def _segments_request(self, segments: Sequence[Segment], items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         special = tokenizer.model.model
         image = special.convert_tokens_to_ids(_IMAGE)
         if segments[-1].ends:  # an answer to continue
@@ -126,16 +132,16 @@ class CompiledDeepseekVL2(CompiledVisionModel):
                 ids += [image, *ids_from_text(piece, tokenizer)]
             ids += [special.eos_token_id] if segment.ends else []
         text = "".join(segment.text + (special.eos_token if segment.ends else "") for segment in segments)
-        return self._expanded_request(special.bos_token + text, ids, encoded, tokenizer)
+        return self._expanded_request(special.bos_token + text, ids, items, tokenizer)
 
     def _expanded_request(
-        self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any
+        self, prompt: str | None, ids: list[int], items: Sequence[Item], tokenizer: Any
     ) -> dict[str, Any]:
         image = tokenizer.model.model.convert_tokens_to_ids(_IMAGE)
-        lengths = [sum(one.runs) for one in encoded]
-        if ids.count(image) != sum(lengths) or not encoded:
+        lengths = [sum(one.runs) for one in items]
+        if ids.count(image) != sum(lengths) or not items:
             ids = expanded_ids(ids, {image: _IMAGE}, [[image] * length for length in lengths])
-        return request_from_ranges(prompt, ids, _cut(runs_of(ids, (image,)), lengths), encoded)
+        return self.request_from_runs(prompt, ids, _cut(runs_of(ids, (image,)), lengths), items)
 
 
 def _segments(index: int, message: Mapping[str, Any]) -> Iterable[Segment]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from turbovit.engines.preprocessor import Encoded
+from turbovit.engines.preprocessor import Item
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
 from turbovit.lmdeploy_ext.prompt import (
     expanded,
@@ -16,7 +16,6 @@ from turbovit.lmdeploy_ext.prompt import (
     ids_from_prompt,
     ids_from_text,
     text_from_ids,
-    turbomind_request,
 )
 
 _BOI, _EOI, _SOFT = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
@@ -28,29 +27,29 @@ class CompiledGemma3(CompiledVisionModel):
     reserved: ClassVar[tuple[str, ...]] = (_BOI, _EOI, _SOFT)
     placeholders: ClassVar[Mapping[str, str]] = {"image": _BOI}
 
-    def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
-        text = self._expanded(prompt, encoded)
-        return self._expanded_request(text, ids_from_prompt(text, tokenizer), encoded)
+    def request_from_text(self, prompt: str, items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
+        text = self._expanded(prompt, items)
+        return self._expanded_request(text, ids_from_prompt(text, tokenizer), items)
 
-    def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def request_from_ids(self, ids: list[int], items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         """From ids with one boi an image, or with every image already expanded (as the reference's processor does).
 
         Unexpanded ids go through their text, so that blank lines merge with what stands beside them exactly as in
         a text prompt. Ids that no text gives back are expanded where they stand.
         """
         if self._fact("image_token_id") in ids:
-            return self._expanded_request(None, ids, encoded)
+            return self._expanded_request(None, ids, items)
         text = text_from_ids(ids, tokenizer)
         if text is not None:
-            return self._expanded_request(None, ids_from_text(self._expanded(text, encoded), tokenizer), encoded)
-        images = [ids_from_text(_image_text(one.runs), tokenizer) for one in encoded]
-        return self._expanded_request(None, expanded_ids(ids, {self._fact("boi_token_id"): _BOI}, images), encoded)
+            return self._expanded_request(None, ids_from_text(self._expanded(text, items), tokenizer), items)
+        images = [ids_from_text(_image_text(one.runs), tokenizer) for one in items]
+        return self._expanded_request(None, expanded_ids(ids, {self._fact("boi_token_id"): _BOI}, images), items)
 
-    def _expanded(self, prompt: str, encoded: Sequence[Encoded]) -> str:
-        return expanded(prompt, _BOI, [_image_text(one.runs) for one in encoded], inner=(_SOFT, _EOI))
+    def _expanded(self, prompt: str, items: Sequence[Item]) -> str:
+        return expanded(prompt, _BOI, [_image_text(one.runs) for one in items], inner=(_SOFT, _EOI))
 
-    def _expanded_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
-        return turbomind_request(prompt, ids, (self._fact("image_token_id"),), encoded)
+    def _expanded_request(self, prompt: str | None, ids: list[int], items: Sequence[Item]) -> dict[str, Any]:
+        return self.request(prompt, ids, (self._fact("image_token_id"),), items)
 
 
 def _image_text(runs: Sequence[int]) -> str:

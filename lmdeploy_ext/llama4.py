@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from turbovit.engines.errors import InputError
-from turbovit.engines.preprocessor import Encoded
+from turbovit.engines.preprocessor import Item, Pixels
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
-from turbovit.lmdeploy_ext.prompt import expanded, expanded_ids, ids_from_prompt, ids_from_text, turbomind_request
+from turbovit.lmdeploy_ext.prompt import expanded, expanded_ids, ids_from_prompt, ids_from_text, runs_of
 
 _START, _END, _IMAGE, _PATCH = "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"
 _NEXT_COLUMN, _NEXT_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
@@ -23,32 +23,42 @@ class CompiledLlama4(CompiledVisionModel):
     reserved: ClassVar[tuple[str, ...]] = (_START, _END, _IMAGE, _PATCH, _NEXT_COLUMN, _NEXT_ROW)
     placeholders: ClassVar[Mapping[str, str]] = {"image": _IMAGE}
 
-    def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def request_from_text(self, prompt: str, items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         inner = [word for word in self.reserved if word != _IMAGE]
-        text = expanded(prompt, _IMAGE, [_image_text(one) for one in encoded], inner)
-        return self._expanded_request(text, ids_from_prompt(text, tokenizer), encoded)
+        text = expanded(prompt, _IMAGE, [_image_text(one) for one in items], inner)
+        return self._expanded_request(text, ids_from_prompt(text, tokenizer), items)
 
-    def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def request_from_ids(self, ids: list[int], items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         """From ids with one image token an image, or with every image already expanded (as the reference's processor
         does). The image token is one of its own, so that what replaces it merges with nothing beside it."""
-        images = [ids_from_text(_image_text(one), tokenizer) for one in encoded]
-        if self._fact("patch_token_id") in ids:
-            request = self._expanded_request(None, ids, encoded)
-            _check_layouts(ids, request["input_embedding_ranges"], images, encoded)
+        images = [ids_from_text(_image_text(one), tokenizer) for one in items]
+        patch = self._fact("patch_token_id")
+        if patch in ids:
+            request = self._expanded_request(None, ids, items)
+            _check_layouts(ids, runs_of(ids, (patch,)), images, items)
             return request
         image = tokenizer.model.model.convert_tokens_to_ids(_IMAGE)
-        return self._expanded_request(None, expanded_ids(ids, {image: _IMAGE}, images), encoded)
+        return self._expanded_request(None, expanded_ids(ids, {image: _IMAGE}, images), items)
 
-    def _expanded_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
-        return turbomind_request(prompt, ids, (self._fact("patch_token_id"),), encoded)
+    def entries(self, ids: list[int], runs: Sequence[Sequence[int]], pixels: Sequence[Pixels]) -> list[dict[str, Any]]:
+        """One entry an image, for all between its start and end: a single tile has the image token before it."""
+        entries = super().entries(ids, runs, pixels)
+        for entry in entries:
+            before = int(len(entry["pixel_values"]) == 1)
+            entry["offset"] -= before
+            entry["image_tokens"] += before
+        return entries
+
+    def _expanded_request(self, prompt: str | None, ids: list[int], items: Sequence[Item]) -> dict[str, Any]:
+        return self.request(prompt, ids, (self._fact("patch_token_id"),), items)
 
 
 def _check_layouts(
-    ids: list[int], ranges: Sequence[Sequence[int]], images: Sequence[list[int]], encoded: Sequence[Encoded]
+    ids: list[int], ranges: Sequence[Sequence[int]], images: Sequence[list[int]], items: Sequence[Item]
 ) -> None:
     """Refuse expanded ids that are of as many tiles as an image has, and lay them out as another image's."""
     first = 0
-    for number, (image, one) in enumerate(zip(images, encoded, strict=True), 1):
+    for number, (image, one) in enumerate(zip(images, items, strict=True), 1):
         patches = ranges[first][0]
         begin = patches - image.index(ids[patches])
         if ids[begin : begin + len(image)] != image:
@@ -60,7 +70,7 @@ def _check_layouts(
         first += len(one.runs)
 
 
-def _image_text(one: Encoded) -> str:
+def _image_text(one: Item) -> str:
     """What stands for an image in the prompt: its tiles row by row where it has several, and its global view."""
     assert one.grid is not None
     _, rows, columns = one.grid

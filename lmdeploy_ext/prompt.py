@@ -1,13 +1,13 @@
-"""From a conversation and encoded images to TurboMind's request: prompt, ids, embeddings and their ranges."""
+"""From a conversation and its images to an engine's request: prompt, ids, and what stands at the placeholders."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from turbovit.engines.errors import InputError
-from turbovit.engines.preprocessor import Encoded
+from turbovit.engines.preprocessor import Encoded, Item
 from turbovit.lmdeploy_ext.conversation import Conversation, MediaPart, Part, Text, Turn
 
 
@@ -135,32 +135,31 @@ def runs_of(ids: Sequence[int], tokens: Collection[int]) -> list[list[int]]:
     return runs
 
 
-def turbomind_request(
-    prompt: str | None,
-    ids: list[int],
-    tokens: Collection[int],
-    encoded: Sequence[Encoded],
-) -> dict[str, Any]:
-    """TurboMind's request, once the runs of placeholder ids are known to fit the images'.
-
-    Args:
-        ids: the whole prompt, placeholders expanded.
-        tokens: the placeholders' ids.
-        encoded: in prompt order.
+def check_runs(runs: Iterable[Sequence[int]], items: Iterable[Item]) -> None:
+    """Make sure that [begin, end) of the runs of placeholders in a prompt are those of its images, in prompt order.
 
     Raises:
-        InputError: the runs are not those of the images.
+        InputError: they are not.
     """
-    return request_from_ranges(prompt, ids, runs_of(ids, tokens), encoded)
-
-
-def request_from_ranges(
-    prompt: str | None, ids: list[int], ranges: list[list[int]], encoded: Sequence[Encoded]
-) -> dict[str, Any]:
-    """As `turbomind_request`, once it is known where the placeholders stand."""
-    embeddings = list(chain(*(one.embeddings for one in encoded)))  # one tensor [tokens, hidden] a run
-    found, expected = [end - begin for begin, end in ranges], [len(tensor) for tensor in embeddings]
+    found, expected = [end - begin for begin, end in runs], list(chain(*(one.runs for one in items)))
     if found != expected:
         raise InputError(f"the prompt has runs of {found} image tokens, its images have {expected}")
+
+
+def turbomind_request(
+    prompt: str | None, ids: list[int], runs: list[list[int]], encoded: Sequence[Encoded]
+) -> dict[str, Any]:
+    """TurboMind's request: an embedding [tokens, hidden] for each of `runs`."""
     request = {"prompt": prompt, "input_ids": ids}
-    return {**request, "input_embeddings": embeddings, "input_embedding_ranges": ranges} if ranges else request
+    embeddings = list(chain(*(one.embeddings for one in encoded)))
+    return {**request, "input_embeddings": embeddings, "input_embedding_ranges": runs} if runs else request
+
+
+def pytorch_request(prompt: str | None, ids: list[int], entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The PyTorch engine's request.
+
+    Args:
+        entries: pixels, place in the prompt and more of each image, as the family's input processor there takes them.
+    """
+    request: dict[str, Any] = {"prompt": prompt, "input_ids": ids}
+    return {**request, "multimodal": entries} if entries else request

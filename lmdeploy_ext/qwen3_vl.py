@@ -12,11 +12,11 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from turbovit.engines.errors import InputError
-from turbovit.engines.preprocessor import Encoded, joined
+from turbovit.engines.preprocessor import Item, Pixels, joined
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
 from turbovit.lmdeploy_ext.mrope import VisionSpan, mrope_positions
-from turbovit.lmdeploy_ext.prompt import expanded_ids, ids_from_prompt, ids_from_text, runs_of, turbomind_request
+from turbovit.lmdeploy_ext.prompt import expanded_ids, ids_from_prompt, ids_from_text, runs_of
 
 _START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 _PADS = {_IMAGE: "image", _VIDEO: "video"}
@@ -36,7 +36,11 @@ class CompiledQwen3VL(CompiledVisionModel):
     def build_model(self, trust_remote_code: bool = False) -> None:
         super().build_model(trust_remote_code)
         if self.compiled:
-            self.tokenizer = adapter.tokenizer(self.model_path)  # LMDeploy gives new-style models none
+            self._open_tokenizer()
+
+    def open_preprocessor(self) -> None:
+        super().open_preprocessor()
+        self._open_tokenizer()
 
     def get_input_prompt(
         self,
@@ -60,7 +64,7 @@ class CompiledQwen3VL(CompiledVisionModel):
         input_prompt: str | list[int] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """TurboMind's request for `input_prompt`; without one, as the base class does, with one entry an image or
+        """The engine's request for `input_prompt`; without one, as the base class does, with one entry an image or
         temporal step of a video.
 
         Args:
@@ -76,45 +80,56 @@ class CompiledQwen3VL(CompiledVisionModel):
         pixels = [self._pixels(part, options[part.kind]) for part in self._conversation(messages).media]
         if input_prompt is None:
             return self._preprocessed(messages, pixels)
-        return self._request(input_prompt, self.encoder.encode_pixels(pixels), self.tokenizer)
+        items = self.encoder.encode_pixels(pixels) if self.encoder else pixels
+        return self._request(input_prompt, items, self.tokenizer)
 
     def entry_tokens(self, runs: Sequence[int]) -> list[int]:
         return list(runs)
 
-    def request_from_text(self, prompt: str, encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def request_from_text(self, prompt: str, items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         pieces = re.split(f"({'|'.join(map(re.escape, _PADS))})", prompt)
-        ordered = _in_prompt_order([_PADS[piece] for piece in pieces[1::2]], encoded)
+        ordered = _in_prompt_order([_PADS[piece] for piece in pieces[1::2]], items)
         texts = (_text(one) for one in ordered)
         text = "".join(next(texts) if piece in _PADS else piece for piece in pieces)
         return self._meta_request(text, ids_from_prompt(text, tokenizer), ordered)
 
-    def request_from_ids(self, ids: list[int], encoded: Sequence[Encoded], tokenizer: Any) -> dict[str, Any]:
+    def request_from_ids(self, ids: list[int], items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         """From ids with one placeholder an image or video, or with all of them expanded (as the reference's processor
         does). A placeholder is a token of its own, so that what replaces it merges with nothing beside it."""
         kinds = self._kinds
         pads = [kinds[token] for token in ids if token in kinds]
-        if len(pads) == len(encoded):
-            ordered = _in_prompt_order(pads, encoded)
+        if len(pads) == len(items):
+            ordered = _in_prompt_order(pads, items)
             ids = expanded_ids(ids, kinds, [ids_from_text(_text(one), tokenizer) for one in ordered])
         else:
-            ordered = _in_order_of_runs([kinds[ids[begin]] for begin, _ in runs_of(ids, kinds)], encoded)
+            ordered = _in_order_of_runs([kinds[ids[begin]] for begin, _ in runs_of(ids, kinds)], items)
         return self._meta_request(None, ids, ordered)
+
+    def entries(self, ids: list[int], runs: Sequence[Sequence[int]], pixels: Sequence[Pixels]) -> list[dict[str, Any]]:
+        """One entry an image or temporal step of a video."""
+        steps = [(one, patches) for one in pixels for patches in one.rows]
+        return [
+            adapter.grid_entry(_kind(one), patches, self._grid(one), (begin, end), ids[begin])
+            for (one, patches), (begin, end) in zip(steps, runs, strict=True)
+        ]
 
     @property
     def _kinds(self) -> dict[int, str]:
         return {self._fact(f"{kind}_token_id"): kind for kind in _PADS.values()}
 
-    def _meta_request(self, prompt: str | None, ids: list[int], encoded: Sequence[Encoded]) -> dict[str, Any]:
+    def _meta_request(self, prompt: str | None, ids: list[int], items: Sequence[Any]) -> dict[str, Any]:
         kinds = self._kinds
-        request = turbomind_request(prompt, ids, kinds, encoded)
-        begins = [begin for begin, _ in request.get("input_embedding_ranges", [])]
-        found, expected = [kinds[ids[begin]] for begin in begins], [_kind(one) for one in encoded for _ in one.runs]
+        request = self.request(prompt, ids, kinds, items)
+        begins = [begin for begin, _ in runs_of(ids, kinds)]
+        found, expected = [kinds[ids[begin]] for begin in begins], [_kind(one) for one in items for _ in one.runs]
         if found != expected:
             raise InputError(f"the prompt has runs of {', '.join(found)} tokens, expected {', '.join(expected)}")
-        shapes = chain(*([self._merged(one)] * len(one.runs) for one in encoded))
+        if self.encoder is None:  # LMDeploy's PyTorch engine makes the positions from the grids
+            return request
+        shapes = chain(*([self._merged(one)] * len(one.runs) for one in items))
         spans = [VisionSpan(begin, rows, columns) for begin, (rows, columns) in zip(begins, shapes, strict=True)]
         positions, delta = mrope_positions(len(ids), spans)
-        levels = [one.deepstack for one in encoded if one.deepstack is not None]
+        levels = [one.deepstack for one in items if one.deepstack is not None]
         meta = {
             "mrope_position_ids": positions,
             "mrope_position_delta": delta,
@@ -122,10 +137,17 @@ class CompiledQwen3VL(CompiledVisionModel):
         }
         return {**request, "input_meta": meta}
 
-    def _merged(self, one: Encoded) -> tuple[int, int]:
-        assert one.grid is not None
+    def _merged(self, one: Item) -> tuple[int, int]:
+        rows, columns = self._grid(one)
         merge = self._fact("merge")
-        return one.grid[1] // merge, one.grid[2] // merge
+        return rows // merge, columns // merge
+
+    def _grid(self, one: Item) -> tuple[int, int]:
+        assert one.grid is not None
+        return one.grid[1], one.grid[2]
+
+    def _open_tokenizer(self) -> None:
+        self.tokenizer = adapter.tokenizer(self.model_path)  # LMDeploy gives new-style models none
 
     def _size_option(self, kind: str, mm_processor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(mm_processor_kwargs, Mapping):
@@ -142,14 +164,14 @@ class CompiledQwen3VL(CompiledVisionModel):
         return {"size": size} if size else {}
 
 
-def _kind(one: Encoded) -> str:
+def _kind(one: Item) -> str:
     return "video" if one.timestamps else "image"
 
 
-def _in_prompt_order(kinds: Iterable[str], encoded: Sequence[Encoded]) -> list[Encoded]:
+def _in_prompt_order(kinds: Iterable[str], items: Sequence[Item]) -> list[Item]:
     """The n-th image for the n-th image placeholder, the n-th video for the n-th video placeholder."""
     kinds = list(kinds)
-    waiting = {kind: [one for one in encoded if _kind(one) == kind] for kind in _PADS.values()}
+    waiting = {kind: [one for one in items if _kind(one) == kind] for kind in _PADS.values()}
     for pad, kind in _PADS.items():
         if kinds.count(kind) != len(waiting[kind]):
             raise InputError(
@@ -159,17 +181,17 @@ def _in_prompt_order(kinds: Iterable[str], encoded: Sequence[Encoded]) -> list[E
     return [next(queues[kind]) for kind in kinds]
 
 
-def _in_order_of_runs(kinds: Iterable[str], encoded: Sequence[Encoded]) -> list[Encoded]:
+def _in_order_of_runs(kinds: Iterable[str], items: Sequence[Item]) -> list[Item]:
     """As `_in_prompt_order`, where every temporal step of a video has a run of its own; what has no run comes last."""
     runs = {
-        kind: chain(*([one, *[None] * (len(one.runs) - 1)] for one in encoded if _kind(one) == kind))
+        kind: chain(*([one, *[None] * (len(one.runs) - 1)] for one in items if _kind(one) == kind))
         for kind in _PADS.values()
     }
     begun = [next(runs[kind], None) for kind in kinds]
     return [one for one in chain(begun, *runs.values()) if one is not None]
 
 
-def _text(one: Encoded) -> str:
+def _text(one: Item) -> str:
     """What stands for an image or video in the prompt, inside the vision start and end that the template writes."""
     if not one.timestamps:
         return _IMAGE * one.runs[0]
