@@ -22,6 +22,7 @@ from rich.table import Table
 from turbovit.engines.families import FAMILIES, FamilyRow, family_from_name
 
 CAPABILITIES = ("8.6", "8.9", "12.0")
+_MODULE = "turbovit.benchmarks.engines"  # not __name__: it may be run as __main__
 _RUNTIME = "tensorrt_rtx"
 _GIB = 2**30
 
@@ -63,7 +64,7 @@ def compiled_family(
     arguments = [family, str(directory), size, precision, ",".join(capabilities)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-m", __name__, "--one", *arguments], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", _MODULE, "--one", *arguments], stdout=subprocess.PIPE, text=True, env=environment
     )
     if done.returncode:
         raise RuntimeError(f"compiling {family} ended with status {done.returncode}")

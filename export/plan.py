@@ -194,19 +194,24 @@ def plan_build(
     return Plan(family, tower, described.spec, checkpoint, manifest, wanted, memory)
 
 
-def find_bundle(model: str | Path) -> Path | None:
-    """The newest bundle in the store that fits a checkpoint, or None.
+def find_bundle(model: str | Path, folder: Path | None = None) -> Path | None:
+    """The newest bundle in `folder` (the store where it is None) that fits a checkpoint, or None.
 
     Raises:
         CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
     """
+    return next(iter(find_bundles(model, folder)), None)
+
+
+def find_bundles(model: str | Path, folder: Path | None = None) -> list[Path]:
+    """As `find_bundle`, all that fit, newest first."""
     wanted = _fingerprint_of(model)
     found = []
-    for path in bundles_folder().glob(f"[!.]*/{MANIFEST}"):  # a folder with a dot is a build under way
+    for path in (folder or bundles_folder()).glob(f"[!.]*/{MANIFEST}"):  # a folder with a dot is a build under way
         with contextlib.suppress(BundleError, OSError):  # a damaged neighbour is no reason to find nothing
             if _fingerprint(read_manifest(path.parent)) == wanted:
                 found.append((path.stat().st_mtime_ns, path.parent))
-    return max(found)[1] if found else None
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def bundle_from_name(name: str) -> Path:

@@ -1,14 +1,16 @@
 """Every touch of LMDeploy's private parts, seen in lmdeploy 0.18.0.
 
-`PRIVATE_PARTS` lists them; `check()` fails where one is gone or takes other arguments than those that are used
-here, and a test runs it against the installed LMDeploy.
+`PRIVATE_PARTS` and `SERVER_PARTS` list them; `check()` fails where one is gone or takes other arguments than those that
+are used here, and a test runs it against the installed LMDeploy.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
@@ -57,15 +59,31 @@ PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
     "lmdeploy.model:HFChatTemplate.messages2prompt": ("messages",),
     "lmdeploy.model:BaseChatTemplate.messages2prompt": ("messages",),
     "lmdeploy.tokenizer:Tokenizer.encode": ("s", "add_bos", "add_special_tokens"),
+    "lmdeploy.pipeline:autoget_backend_config": ("model_path", "backend_config", "trust_remote_code"),
+    "lmdeploy.serve.core.async_engine:AsyncEngine.preprocess": (
+        "messages",
+        "session_id",
+        "input_ids",
+        "do_preprocess",
+    ),
+}
+# What `turbovit serve` uses besides; importing these brings in all of LMDeploy's server.
+SERVER_PARTS: dict[str, tuple[str, ...]] = {
+    "lmdeploy.cli.serve:SubCliServe.add_parser_api_server": (),
+    "lmdeploy.cli.serve:SubCliServe.api_server": ("args",),
+    "lmdeploy.serve.openai.api_server:serve": ("model_path", "backend_config"),
+    "lmdeploy.serve.openai.launch_server:launch_server": ("model_path", "backend_config"),
+    "lmdeploy.turbomind:is_available": (),
+    "lmdeploy.utils:get_model": ("pretrained_model_name_or_path", "download_dir", "revision"),
 }
 _LONGEST = 300  # LMDeploy's own messages can quote a whole data URL
 _ALPHA = "turbovit_alpha"  # travels to ImageMediaIO among LMDeploy's own media_io_kwargs
 
 
-def check() -> list[str]:
+def check(parts: Mapping[str, tuple[str, ...]] = PRIVATE_PARTS) -> list[str]:
     """What of LMDeploy is not as it was in 0.18.0, one line each; empty where all is well."""
     problems = []
-    for path, expected in PRIVATE_PARTS.items():
+    for path, expected in parts.items():
         module, names = path.split(":")
         try:
             part: Any = functools.reduce(getattr, names.split("."), import_module(module))
@@ -180,7 +198,7 @@ def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
         model = compiled_model(self.vl_encoder)
         if model is not None:
             model.check_messages(messages, _template(self, do_preprocess))
-            media_io_kwargs = _with_alpha(media_io_kwargs or {}, model.encoder.preprocessor.alpha)
+            media_io_kwargs = _with_alpha(media_io_kwargs or {}, model.preprocessor.alpha)
         return await multimodal_input(self, messages, do_preprocess, *args, media_io_kwargs=media_io_kwargs, **kwargs)
 
     multimodal.BaseChatTemplate = _raw_template_class()  # it makes one for ``do_preprocess=False`` alone
@@ -216,6 +234,97 @@ def patch_backend_choice(refusal: Callable[[str], str | None]) -> None:
         return choose(model_path, *args, **kwargs)
 
     archs.autoget_backend = choose_or_refuse
+
+
+def patch_pipeline_config(prepare: Callable[[str, Any], Any]) -> None:
+    """Let `prepare` have a say in the engine config that a pipeline starts LMDeploy's PyTorch engine with.
+
+    Args:
+        prepare: gives the config to use for a model folder and a config.
+    """
+    pipeline: Any = import_module("lmdeploy.pipeline")  # `lmdeploy.pipeline`, as an attribute, is the function
+    choose = pipeline.autoget_backend_config
+
+    @functools.wraps(choose)
+    def choose_and_prepare(model_path: str, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+        backend, config = choose(model_path, *args, **kwargs)
+        return backend, prepare(model_path, config) if backend == "pytorch" else config
+
+    pipeline.autoget_backend_config = choose_and_prepare
+
+
+def patch_bare_ids(compiled_model: Callable[[Any], Any]) -> None:
+    """Take token ids that come without messages through the vision model's checks, as those beside images are."""
+    from lmdeploy.serve.core.async_engine import AsyncEngine
+
+    preprocess = AsyncEngine.preprocess
+
+    @functools.wraps(preprocess)
+    async def preprocess_with_checks(self: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
+        if messages is None and kwargs.get("input_ids") and compiled_model(getattr(self, "vl_encoder", None)):
+            ids = {"type": "text", "text": kwargs["input_ids"]}
+            messages = [{"role": "user", "content": [ids]}]
+            kwargs |= {"input_ids": None, "do_preprocess": False}
+        return await preprocess(self, messages, *args, **kwargs)
+
+    AsyncEngine.preprocess = preprocess_with_checks
+
+
+def server_parser() -> Any:
+    """The parser of ``lmdeploy serve api_server``."""
+    from lmdeploy.cli.serve import SubCliServe
+
+    if "api_server" not in SubCliServe.subparsers.choices:
+        SubCliServe.add_parser_api_server()
+    return SubCliServe.subparsers.choices["api_server"]
+
+
+def model_folder(options: Any) -> str:
+    """The folder of the model that `server_parser`'s options name, fetched as LMDeploy fetches it."""
+    from lmdeploy.utils import get_model
+
+    if os.path.exists(options.model_path):
+        return options.model_path
+    return get_model(options.model_path, download_dir=options.download_dir, revision=options.revision)
+
+
+def turbomind_problem() -> str | None:
+    """Why TurboMind's CUDA extension cannot be loaded here; None where it is."""
+    from lmdeploy import turbomind
+
+    return None if turbomind.is_available() else str(turbomind._import_error)
+
+
+def start_server(options: Any, prepare: Callable[[str, Any], Any]) -> None:
+    """Run ``lmdeploy serve api_server``; returns when the server has ended.
+
+    Args:
+        options: what `server_parser` made of its arguments.
+        prepare: gives the config to start LMDeploy's PyTorch engine with, for a model folder and a config.
+    """
+    from lmdeploy.cli.serve import SubCliServe
+    from lmdeploy.messages import PytorchEngineConfig
+
+    # One process, or one for each of several groups of GPUs.
+    starts = {"api_server": "serve", "launch_server": "launch_server"}
+    places = [(import_module(f"lmdeploy.serve.openai.{module}"), name) for module, name in starts.items()]
+
+    with ExitStack() as originals:
+
+        def prepared(start: Callable[..., None]) -> Callable[..., None]:
+            def start_prepared(*args: Any, backend_config: Any, **kwargs: Any) -> None:
+                originals.close()  # a server runs long, and this was for its start
+                if isinstance(backend_config, PytorchEngineConfig):
+                    backend_config = prepare(options.model_path, backend_config)
+                start(*args, backend_config=backend_config, **kwargs)
+
+            return start_prepared
+
+        for module, name in places:
+            original = getattr(module, name)
+            originals.callback(setattr, module, name, original)
+            setattr(module, name, prepared(original))
+        SubCliServe.api_server(options)
 
 
 def is_raw(chat_template: Any) -> bool:
@@ -265,6 +374,24 @@ def video_from_part(part: MediaPart) -> Video:
     if indices is None and isinstance(frames, np.ndarray):
         indices = range(len(frames))
     return Video(frames, metadata.get("fps"), tuple(int(index) for index in (() if indices is None else indices)))
+
+
+def grid_entry(
+    kind: str, patches: torch.Tensor, grid: tuple[int, int], place: tuple[int, int], token: int
+) -> dict[str, Any]:
+    """An image or temporal step of a video as LMDeploy's new-style models give it to its PyTorch engine.
+
+    Args:
+        patches: [patches, values of one].
+        grid: rows and columns of patches.
+        place: [begin, end) in the prompt.
+    """
+    from lmdeploy.vl.constants import Modality
+
+    entry: dict[str, Any] = {"modality": Modality(kind), "offset": place, f"{kind}_token_id": token}
+    # Cloned, as a view is pickled with the whole of what it is a view of.
+    entry["pixel_values" if kind == "image" else "pixel_values_videos"] = patches.clone()
+    return {**entry, f"{kind}_grid_thw": torch.tensor([1, *grid])}
 
 
 def tokenizer(model_path: str) -> Any:

@@ -80,17 +80,26 @@ def language_findings(architecture: str) -> tuple[Finding, ...]:
 
 
 def turbomind_refusal(architecture: str) -> str | None:
-    """Why TurboMind cannot run an architecture that turbovit serves; None where it can, or it is none of ours."""
+    """Why TurboMind cannot run an architecture that turbovit serves, and what can; None where it can, or the
+    architecture is none of ours."""
+    lacks = turbomind_lacks(architecture)
+    if lacks is None:
+        return None
+    return (
+        f"{lacks}. What runs is the vision half, and requests for a TurboMind that has the rest (load_vision_model); "
+        f"answers come from LMDeploy's PyTorch engine, with the same compiled vision tower: "
+        f"pipeline(..., backend_config=PytorchEngineConfig()) or turbovit serve ... --backend pytorch"
+    )
+
+
+def turbomind_lacks(architecture: str) -> str | None:
+    """What of the language half the installed TurboMind lacks, in a sentence; None where nothing, or not ours."""
     if architecture not in NEEDS:
         return None
     missing = [finding.what for finding in language_findings(architecture) if finding.state != "have"]
     if not missing:
         return None
-    return (
-        f"the installed LMDeploy's TurboMind cannot run {architecture}: it lacks {'; '.join(missing)}. The compiled "
-        f"vision half works with it, the language half does not. Use LMDeploy's PyTorch engine: "
-        f"pipeline(..., backend_config=PytorchEngineConfig()) or --backend pytorch"
-    )
+    return f"the installed LMDeploy's TurboMind cannot run {architecture}: it lacks {'; '.join(missing)}"
 
 
 def _state(there: bool) -> State:

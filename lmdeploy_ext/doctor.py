@@ -5,25 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from turbovit.engines.commands import build_command
-from turbovit.engines.errors import TurbovitError
-from turbovit.lmdeploy_ext.capability import State, language_findings
+from turbovit.lmdeploy_ext.capability import State
+from turbovit.lmdeploy_ext.diagnosis import Diagnosis
+from turbovit.lmdeploy_ext.model_doctor import diagnose_model
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "lmdeploy", "tensorrt")
 _OPTIONAL = ("onnxruntime", "onnxruntime-gpu", "lmdeploy", "tensorrt")
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """One line of the doctor's report."""
-
-    section: str
-    what: str
-    state: State
-    detail: str
 
 
 def diagnose(model: str | None = None) -> list[Diagnosis]:
@@ -36,7 +25,7 @@ def diagnose(model: str | None = None) -> list[Diagnosis]:
         CheckpointError: there is no such checkpoint.
         UnsupportedModelError: no family serves its architecture.
     """
-    return [*_machine(), *_packages(), *_runtimes(), *_lmdeploy(), *(_model(model) if model else [])]
+    return [*_machine(), *_packages(), *_runtimes(), *_lmdeploy(), *(diagnose_model(model) if model else ())]
 
 
 def _machine() -> list[Diagnosis]:
@@ -81,37 +70,11 @@ def _runtimes() -> list[Diagnosis]:
 
 def _lmdeploy() -> list[Diagnosis]:
     if importlib.util.find_spec("lmdeploy") is None:
-        detail = "not installed: pip install 'turbovit[lmdeploy]'; bundles can be built and run without it"
-        return [Diagnosis("lmdeploy", "the parts that turbovit plugs into", "missing", detail)]
+        detail = "not installed; bundles can be built and run without it"
+        command = "pip install 'turbovit[lmdeploy]'"
+        return [Diagnosis("lmdeploy", "the parts that turbovit plugs into", "missing", detail, command)]
     from turbovit.lmdeploy_ext import adapter
 
     problems = adapter.check()
     state: State = "missing" if problems else "have"
     return [Diagnosis("lmdeploy", "the parts that turbovit plugs into", state, "; ".join(problems))]
-
-
-def _model(model: str) -> list[Diagnosis]:
-    from turbovit.engines.families import family_from_architecture
-    from turbovit.export.checkpoint import open_checkpoint
-    from turbovit.export.plan import find_bundle
-
-    architecture = str(open_checkpoint(model).architecture)
-    family = family_from_architecture(architecture)
-    found = [Diagnosis("model", architecture, "have", f"family {family.name}")]
-    try:
-        bundle = find_bundle(model)
-    except TurbovitError as error:
-        found.append(Diagnosis("vision half", "vision weights", "missing", str(error)))
-    else:
-        detail = str(bundle) if bundle else f"build it: {build_command(model)}"
-        found.append(Diagnosis("vision half", "bundle in the store", "have" if bundle else "missing", detail))
-    findings = language_findings(architecture)
-    found += [Diagnosis("TurboMind language half", finding.what, finding.state, "") for finding in findings]
-    missing = [finding.what for finding in findings if finding.state == "missing"]
-    if missing:
-        detail = (
-            f"the installed TurboMind cannot run this model, it lacks {'; '.join(missing)}: "
-            f"its requests are built and checked, its answers are not to be had"
-        )
-        found.append(Diagnosis("TurboMind language half", f"{architecture} end to end", "missing", detail))
-    return found

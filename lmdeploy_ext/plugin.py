@@ -14,8 +14,9 @@ _installed = False
 def install() -> None:
     """Make LMDeploy of this process use the compiled vision models. A second call does nothing.
 
-    Replaces the families' classes in LMDeploy's registry, its image loading and the steps around its prompts,
-    and makes LMDeploy refuse, instead of falling back in silence, where TurboMind cannot run the architecture.
+    Replaces the families' classes in LMDeploy's registry, its image loading and the steps around its prompts. Where
+    TurboMind cannot run the architecture, a pipeline then refuses instead of falling back in silence; one with a
+    `PytorchEngineConfig` runs the compiled vision tower (``TURBOVIT_COMPILED_VISION=0`` leaves it as LMDeploy has it).
 
     Raises:
         RuntimeUnavailableError: LMDeploy is not installed, or not built as it was in 0.18.
@@ -25,6 +26,8 @@ def install() -> None:
         return
     from turbovit.lmdeploy_ext import adapter, deepseek_vl2_config
     from turbovit.lmdeploy_ext.capability import turbomind_refusal
+    from turbovit.lmdeploy_ext.engine_config import prepared_engine_config
+    from turbovit.lmdeploy_ext.pytorch_engine import adapter as engine_adapter
 
     problems = adapter.check()
     if problems:
@@ -36,7 +39,11 @@ def install() -> None:
     adapter.patch_image_loading()
     adapter.patch_prompt_inputs(compiled_model)
     adapter.quiet_refusals()
+    adapter.patch_bare_ids(compiled_model)
     adapter.patch_backend_choice(turbomind_refusal)
+    adapter.patch_pipeline_config(prepared_engine_config)
+    engine_adapter.patch_vision_loading(require_engine_parts)
+    engine_adapter.patch_module_map()
     _installed = True
 
 
@@ -46,6 +53,20 @@ def compiled_model(image_encoder: Any) -> Any:
 
     model = getattr(image_encoder, "model", None)
     return model if isinstance(model, CompiledVisionModel) and model.compiled else None
+
+
+def require_engine_parts() -> None:
+    """Make sure that compiled towers fit into the PyTorch engine of the LMDeploy that is here.
+
+    Raises:
+        RuntimeUnavailableError: it is not built as it was in 0.18.
+    """
+    from turbovit.lmdeploy_ext import adapter
+    from turbovit.lmdeploy_ext.pytorch_engine import adapter as engine_adapter
+
+    problems = adapter.check(engine_adapter.PRIVATE_PARTS)
+    if problems:
+        raise RuntimeUnavailableError(f"turbovit needs lmdeploy 0.18; in the one here {'; '.join(problems)}")
 
 
 def load_vision_model(model_path: str | Path, bundle: str | Path | None = None, device: str = "auto") -> Any:

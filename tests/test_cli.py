@@ -161,6 +161,12 @@ def test_doctor_names_what_turbomind_lacks(run: Command, tiny_gemma3: Path) -> N
         (["encode", "{bundle}", "{text}", "--device", "abacus"], "unknown device 'abacus'"),
         (["encode", "{bundle}", "{text}", "--runtime", "abacus"], "unknown runtime 'abacus'"),
         (["doctor", "{tmp}/nowhere"], "there is no folder"),
+        (["serve", "{tmp}/nowhere"], "there is no folder"),
+        (["serve", "{model}", "--backend", "turbomind", "--tp", "2"], "it lacks a language model for Gemma3For"),
+        (["serve", "{model}", "--backend", "abacus"], "unknown backend 'abacus'"),
+        (["serve", "{model}", "--nonsense", "3"], "unrecognized arguments: --nonsense 3"),
+        (["serve", "{model}", "--tp", "two"], "invalid int value: 'two'"),
+        (["serve", "--tp", "2", "{model}"], "MODEL comes before the options of LMDeploy's server"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from turbovit.bench_cli import bench_app
-from turbovit.engines.errors import TurbovitError
+from turbovit.engines.errors import TurbovitError, UsageError
 
 app = typer.Typer(
     help="Compiled vision encoders for LMDeploy.",
@@ -80,7 +80,7 @@ def sample(
 def build(
     model: Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The bundle's folder [default: the store].")
+        Path | None, typer.Option("-o", "--output", help="The bundle's folder; by default one in the store.")
     ] = None,
     precision: Annotated[str, typer.Option(help="auto, fp32, fp16 or bf16.")] = "auto",
     fp32_layers: Annotated[
@@ -232,6 +232,43 @@ def encode(
         out.print(f"  {escape(str(row['image']))}: {size}, {row['milliseconds']} ms", soft_wrap=True)
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or hub id; comes first.")],
+    backend: Annotated[
+        str | None,
+        typer.Option(help="turbomind or pytorch; by default turbomind where it can run MODEL, else pytorch."),
+    ] = None,
+    engines: Annotated[
+        Path | None, typer.Option(help="A bundle, or a folder of bundles to look in; by default the store.")
+    ] = None,
+    auto_build: Annotated[
+        bool, typer.Option("--auto-build", help="Build the bundle first where there is none.")
+    ] = False,
+    no_compiled_vision: Annotated[
+        bool, typer.Option("--no-compiled-vision", help="Leave the vision half to LMDeploy (backend pytorch).")
+    ] = False,
+) -> None:
+    """Serve MODEL with LMDeploy's own server, its vision tower compiled.
+
+    Every other option is one of `lmdeploy serve api_server`, and goes there as it is written.
+    """
+    from turbovit.lmdeploy_ext.serve import serve as run_server
+
+    if model.startswith("-"):
+        raise UsageError(f"MODEL comes before the options of LMDeploy's server, got {model!r} first")
+    run_server(
+        model,
+        context.args,
+        backend=backend,
+        engines=engines,
+        auto_build=auto_build,
+        compiled_vision=not no_compiled_vision,
+        report=lambda line: err.print(escape(line), soft_wrap=True),
+    )
+
+
 @app.command()
 def doctor(
     model: Annotated[str | None, typer.Argument(help="A checkpoint folder or hub id.")] = None,
@@ -252,6 +289,8 @@ def doctor(
         state = f"[{colours[finding.state]}]{finding.state}[/]"
         table.add_row(finding.section, escape(finding.what), state, escape(finding.detail))
     out.print(table)
+    for command in dict.fromkeys(finding.command for finding in findings if finding.command):
+        out.print(f"  $ {escape(command)}", soft_wrap=True)
 
 
 @contextmanager

@@ -46,8 +46,8 @@ def test_the_full_size_tower_compiles_without_a_gpu(
         print("\n" + _printed([row]))
     assert row.architectures == CAPABILITIES
     assert row.engine_bytes > 700e6  # half precision of at least 400 million parameters
-    assert row.peak_gib["export"] < 6
-    assert row.peak_gib["compile"] < 7
+    most = 8 if family == "llama4" else 6  # twice as many weights as the others
+    assert max(row.peak_gib.values()) < most
 
 
 def _printed(rows: list[Row]) -> str:

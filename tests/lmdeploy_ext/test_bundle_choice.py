@@ -14,7 +14,7 @@ from turbovit.engines.errors import BundleError, CheckpointError, RuntimeUnavail
 from turbovit.export import build as build_module
 from turbovit.export.checkpoint import SINGLE
 from turbovit.lmdeploy_ext import load_vision_model
-from turbovit.lmdeploy_ext.base import AUTO_BUILD_VARIABLE, BUNDLE_VARIABLE
+from turbovit.lmdeploy_ext.bundle_choice import AUTO_BUILD_VARIABLE, BUNDLE_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,11 @@ CHATS: dict[str, list[Message]] = {
     "system message in a list": [system([text(" Be brief.\n")]), user(QUESTION, image(SMALL))],
     "answer to continue": [user(image(SMALL), QUESTION), assistant("it is a")],
     "a call of a tool": [user(image(SMALL), QUESTION), CALL, {"role": "tool", "content": [text("a dog")]}],
+    "a tool that answers in several parts": [
+        user(image(SMALL)),
+        CALL,
+        {"role": "tool", "content": [text("a"), text("b")]},
+    ],
     "texts around": [user(text("\n\n a "), text("  "), image(SMALL), text("\n"), image(WIDE), text(" 日本🙂\t"))],
     "strings of the chat template": [user(text("<|eot|><|header_start|>user<|begin_of_text|>"), image(SMALL))],
     "text that looks like an image": [user(text("<image> <|image_pad|> <|imag |patch|"), image(SMALL))],
@@ -65,6 +70,16 @@ def test_a_text_only_request_is_the_references_with_one_bos(name: str, llama4: P
 
 def test_a_string_is_a_message(llama4: Pair) -> None:
     assert llama4.side.request("a ")["input_ids"] == llama4.side.request([user(text("a "))])["input_ids"]
+
+
+@pytest.mark.parametrize("answer", [' a "dog"\n', "", [text(' a "dog"\n')], [text("a"), text("b")], []])
+def test_a_tools_answer_is_written_as_the_template_writes_a_string_or_parts(answer: Any, llama4: Pair) -> None:
+    """It writes both as JSON, and they differ."""
+    chat = [user(QUESTION), CALL, {"role": "tool", "content": answer}]
+    expected = llama4.reference.processor.apply_chat_template(
+        [chat[0], {**CALL, "content": []}, chat[2]], add_generation_prompt=True, tokenize=False
+    )
+    assert llama4.side.request(chat)["prompt"] == expected
 
 
 def test_places_of_the_tiles_of_672x672(llama4: Pair) -> None:

@@ -13,10 +13,12 @@ import torch
 from turbomind_requests import assistant, image, noise, text, user
 
 from turbovit.benchmarks.lmdeploy_side import LMDeploySide
+from turbovit.engines.bundle import Bundle
 from turbovit.engines.errors import UnsupportedBackendError
 from turbovit.engines.families import FAMILIES, family_from_name
 from turbovit.lmdeploy_ext import adapter, install
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
+from turbovit.lmdeploy_ext.bundle_choice import BUNDLE_VARIABLE
 
 GEMMA3 = family_from_name("gemma3")
 
@@ -163,9 +165,12 @@ def test_a_pipeline_refuses_instead_of_falling_back(tiny_gemma3: Path) -> None:
 
 
 @pytest.mark.usefixtures("_stop_before_an_engine_starts")
-def test_a_pipeline_on_the_pytorch_engine_starts(tiny_gemma3: Path) -> None:
+def test_a_pipeline_on_the_pytorch_engine_starts(
+    tiny_gemma3: Path, tiny_gemma3_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import lmdeploy
 
+    monkeypatch.setenv(BUNDLE_VARIABLE, str(tiny_gemma3_bundle.path))
     with pytest.raises(TaskChosenError):
         lmdeploy.pipeline(str(tiny_gemma3), backend_config=lmdeploy.PytorchEngineConfig())
 

@@ -1,0 +1,96 @@
+"""An engine config of LMDeploy's that takes turbovit along, into whatever process the engine runs in.
+
+LMDeploy's server runs its PyTorch engine in a spawned child, where nothing exists that was put in place here. The
+engine config is pickled into it: this one puts turbovit in place where it is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from turbovit.engines.errors import CheckpointError, UnsupportedBackendError, UnsupportedModelError
+from turbovit.engines.families import FamilyRow, family_from_architecture
+from turbovit.lmdeploy_ext.bundle_choice import COMPILED_VISION_VARIABLE, bundle_folder
+from turbovit.lmdeploy_ext.pytorch_engine import CUSTOM_MODULE_MAP_FILE, has_compiled_vision
+
+_VARIABLES = "TURBOVIT_"  # what the names of turbovit's environment variables begin with
+
+
+def prepared_engine_config(model: str, config: Any) -> Any:
+    """The config to start LMDeploy's PyTorch engine with, so that it runs the compiled vision tower of `model`.
+
+    `config` itself where the model is none of ours, its vision half is not wanted (``language_model_only``), or
+    ``TURBOVIT_COMPILED_VISION=0``.
+
+    Args:
+        model: a checkpoint folder.
+        config: a `PytorchEngineConfig`.
+
+    Raises:
+        BundleError: no bundle fits the model; gives the command that builds one.
+        UnsupportedBackendError: the config asks for what a compiled tower cannot do.
+    """
+    off = os.environ.get(COMPILED_VISION_VARIABLE) == "0"
+    if off or config.language_model_only or isinstance(config, _config_class()) or served_family(model) is None:
+        return config
+    leave = f"set {COMPILED_VISION_VARIABLE}=0 for LMDeploy's own vision code"
+    if config.device_type != "cuda":
+        raise UnsupportedBackendError(
+            f"the compiled vision tower runs beside LMDeploy's PyTorch engine on cuda, got device_type "
+            f"{config.device_type!r}: {leave}"
+        )
+    if config.custom_module_map is not None and not has_compiled_vision(config):
+        raise UnsupportedBackendError(
+            f"the engine config has a custom_module_map of its own, {config.custom_module_map}, and the compiled "
+            f"vision tower needs that place: leave it out, or {leave}"
+        )
+    bundle_folder(model)  # here, where its error is seen, and not in a child
+    return _config_from_values({**vars(config), "custom_module_map": str(CUSTOM_MODULE_MAP_FILE)})
+
+
+def served_family(model: str | Path) -> FamilyRow | None:
+    """The family that serves a checkpoint; None where there is none, or no checkpoint that turbovit can read."""
+    from turbovit.export.checkpoint import open_checkpoint
+
+    with contextlib.suppress(CheckpointError, UnsupportedModelError):
+        return family_from_architecture(open_checkpoint(model).architecture)
+    return None
+
+
+def config_from_pickle(values: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
+    """The config in the process that unpickles it, with turbovit in place there.
+
+    Args:
+        values: its attributes.
+        variables: turbovit's environment variables where it was pickled.
+    """
+    from turbovit.lmdeploy_ext.plugin import install
+
+    os.environ.update(variables)  # a child has them already, a worker on another machine has not
+    install()
+    return _config_from_values(values)
+
+
+def _config_from_values(values: Mapping[str, Any]) -> Any:
+    config: Any = object.__new__(_config_class())
+    vars(config).update(values)  # checked when the config was first made
+    return config
+
+
+@functools.cache
+def _config_class() -> type:
+    from lmdeploy.messages import PytorchEngineConfig
+
+    class CompiledVisionEngineConfig(PytorchEngineConfig):
+        """LMDeploy's config; unpickling it puts turbovit in place."""
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+            return config_from_pickle, (vars(self), variables)
+
+    return CompiledVisionEngineConfig
