@@ -67,8 +67,15 @@ class Options:
     folder: Path
 
 
-def bench_encoder(options: Options, report: Callable[[str], None] = lambda step: None) -> Report:
+def bench_encoder(
+    options: Options,
+    report: Callable[[str], None] = lambda step: None,
+    keep: Callable[[Report], object] = lambda found: None,
+) -> Report:
     """Measure every family's tower.
+
+    Args:
+        keep: called after each family with all that was found so far.
 
     Raises:
         CertificationError: a contender's outputs are not those of the first one; nothing was timed.
@@ -82,6 +89,7 @@ def bench_encoder(options: Options, report: Callable[[str], None] = lambda step:
             report(f"{row.name}: {case.label}")
             _measure(one, case, options, found)
         found.notes += growth_notes(found, row.name)
+        keep(found)
     return found
 
 

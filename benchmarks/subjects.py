@@ -18,7 +18,7 @@ from turbovit.engines.errors import InputError
 from turbovit.engines.families import FAMILIES, FamilyRow, family_from_name, load
 from turbovit.engines.preprocessor import Pixels
 from turbovit.export.build import build
-from turbovit.export.checkpoint import image_processor_config, open_checkpoint
+from turbovit.export.checkpoint import open_checkpoint
 from turbovit.export.samples import write_sample
 from turbovit.export.tower import Tower
 
@@ -42,7 +42,7 @@ class Subject:
         tower: type[Tower] = load(self.row.tower)
         checkpoint = open_checkpoint(self.checkpoint, tower.is_checkpoint_vision)
         with torch.device("meta"):
-            return tower(tower.spec_from_config(checkpoint.config, image_processor_config(checkpoint.folder)))
+            return tower(tower.spec_from_config(checkpoint.config, tower.image_processor(checkpoint.folder)))
 
     def encoder(self, runtime: str = "onnxruntime") -> Encoder:
         return open_encoder(self.bundle, runtime, "auto")

@@ -53,7 +53,9 @@ def encoder(
         contenders=_words(contender),
         folder=_work_folder(work),
     )
-    _finish(lambda report: bench_encoder(options, report), output, as_json)
+    # Minutes a family: what there is stays if it is interrupted.
+    keep = (lambda found: found.write(output)) if output else (lambda found: None)
+    _finish(lambda report: bench_encoder(options, report, keep), output, as_json)
 
 
 @bench_app.command()

@@ -19,10 +19,13 @@ def subjects(
     tiny_llama4_bundle: Bundle,
     tiny_qwen3_vl: Path,
     tiny_qwen3_vl_bundle: Bundle,
+    tiny_deepseek_vl2: Path,
+    tiny_deepseek_vl2_bundle: Bundle,
 ) -> dict[str, Subject]:
     pairs = {
         "gemma3": (tiny_gemma3, tiny_gemma3_bundle),
         "llama4": (tiny_llama4, tiny_llama4_bundle),
         "qwen3_vl": (tiny_qwen3_vl, tiny_qwen3_vl_bundle),
+        "deepseek_vl2": (tiny_deepseek_vl2, tiny_deepseek_vl2_bundle),
     }
     return {name: Subject(family_from_name(name), *pair) for name, pair in pairs.items()}

@@ -93,7 +93,7 @@ def test_any_difference_counts(wrong: float) -> None:
         require_equal("f", "c", {"a": lambda: {"x": right}, "b": lambda: {"x": other}}, found)
 
 
-@pytest.mark.parametrize(("family", "count"), [("gemma3", 1), ("qwen3_vl", 1), ("llama4", 0)])
+@pytest.mark.parametrize(("family", "count"), [("gemma3", 1), ("qwen3_vl", 1), ("llama4", 0), ("deepseek_vl2", 1)])
 def test_patch_convolutions_become_linear(family: str, count: int, subjects: dict[str, Subject]) -> None:
     assert with_linear_patches(transformers_tower(family, subjects[family].checkpoint)) == count
 

@@ -25,6 +25,7 @@ def blocks_flops(layers: int, rows: int, tokens: int, hidden: int, inner: int) -
         ("gemma3", 2, 4096, {"pixels": (2, 3, 896, 896)}),
         ("llama4", 3, 577, {"pixels": (3, 3, 336, 336)}),
         ("qwen3_vl", 2, 240, {}),
+        ("deepseek_vl2", 3, 729, {"pixels": (3, 3, 384, 384)}),
     ],
 )
 def test_the_count_is_the_one_by_hand(
