@@ -122,6 +122,7 @@ class LinearPatches(nn.Module):
         counts = [size // side for size, side in zip(x.shape[2:], self.kernel, strict=True)]
         axes = len(counts)
         for axis in reversed(range(axes)):
+            x = x.narrow(axis + 2, 0, counts[axis] * self.kernel[axis])  # as a convolution, it leaves out the rest
             x = x.unflatten(axis + 2, (counts[axis], self.kernel[axis]))
         grid, inner = [2 + 2 * axis for axis in range(axes)], [3 + 2 * axis for axis in range(axes)]
         patches = x.permute(0, *grid, 1, *inner).flatten(axes + 1)  # [batch, *counts, channels * kernel]

@@ -231,6 +231,10 @@ def _add_targets(
             what = f"{where}: {runtime} as a share of transformers' eager time"
             found.targets.append(Target(what, ratio, ENGINE_SHARE))
         share = work.flops / spreads[name].least / rate
+        if share > 1:
+            reason = f"an engine cannot be faster than the machine, but its share came out as {share:.2f}: others were busy"
+            found.skipped.append(Skipped(family, f"{case.label}: share of the machine's rate", reason))
+            continue
         what = f"{where}: {runtime} as a share of this machine's {rate / 1e9:.0f} GFLOP/s of matrix products"
         found.targets.append(Target(what, share, RATE_SHARE, at_most=False))
 

@@ -20,7 +20,7 @@ from turbovit.engines.commands import build_command
 from turbovit.engines.errors import BundleError
 from turbovit.engines.store import file_sha256
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 
 

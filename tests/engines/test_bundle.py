@@ -22,6 +22,7 @@ from turbovit.engines.bundle import (
     FileEntry,
     Manifest,
     OutputError,
+    Profile,
     Source,
     TensorSpec,
     open_bundle,
@@ -38,8 +39,20 @@ CERTIFICATE = Certificate(
     bound="fp32: relative L2 of every row <= 1e-05, all finite",
     passed=True,
 )
-RAN = Engine("onnxruntime", "1.32.0", "fp32", "multihead", "model.onnx", (), CERTIFICATE)
-NOT_RUN = Engine("tensorrt", "11.4", "bf16", "apart", "tensorrt.engine", ("sm_89", "sm_120"), None, "no GPU here")
+RAN = Engine("onnxruntime", "1.32.0", "fp32", "multihead", "model.onnx", certificate=CERTIFICATE)
+NOT_RUN = Engine(
+    runtime="tensorrt_rtx",
+    version="1.7.1",
+    precision="bf16",
+    attention="matmul",
+    file="tensorrt_rtx.bf16.engine",
+    architectures=("8.9", "12.0"),
+    profiles=(Profile({"images": (1, 4, 8)}),),
+    fp32_layers=("blocks.3.mlp",),
+    reason="asked for",
+    not_run="no GPU here",
+    stand_ins=(CERTIFICATE,),
+)
 EVERYTHING = Manifest(
     family="gemma3",
     architecture="Gemma3ForConditionalGeneration",
@@ -88,7 +101,7 @@ def test_the_verdict_of_an_engine_that_never_ran_is_not_run() -> None:
 
 
 def test_engines_are_found_by_runtime_and_precision() -> None:
-    assert EVERYTHING.engine("tensorrt", "bf16") is NOT_RUN
+    assert EVERYTHING.engine("tensorrt_rtx", "bf16") is NOT_RUN
     assert EVERYTHING.engine("tensorrt", "fp32") is None
 
 
@@ -141,7 +154,7 @@ def test_a_manifest_with_something_behind_it_is_found(addition: bytes, tmp_path:
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("schema", [0, SCHEMA + 1, None, "1", True, 1.0])
+@pytest.mark.parametrize("schema", [0, SCHEMA - 1, SCHEMA + 1, None, str(SCHEMA), True, float(SCHEMA)])
 def test_another_schema_is_refused(schema: Any, tmp_path: Path) -> None:
     write_manifest(tmp_path, EVERYTHING)
     data = json.loads((tmp_path / MANIFEST).read_text()) | {"schema": schema}
@@ -156,7 +169,9 @@ def test_the_error_for_another_schema_says_found_expected_and_remedy(tmp_path: P
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"null", b"{}", b"\xff", b"[" * 100_000, b'{"schema": 1}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"3", b"null", b"{}", b"\xff", b"[" * 100_000, b'{"schema": %d}' % SCHEMA]
+)
 def test_any_other_file_called_manifest_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(BundleError, match="turbovit build"):
