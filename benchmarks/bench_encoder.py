@@ -232,7 +232,7 @@ def _add_targets(
             found.targets.append(Target(what, ratio, ENGINE_SHARE))
         share = work.flops / spreads[name].least / rate
         if share > 1:
-            reason = f"an engine cannot be faster than the machine, but its share came out as {share:.2f}: others were busy"
+            reason = f"no engine is faster than the machine, and its share came out as {share:.2f}: others were busy"
             found.skipped.append(Skipped(family, f"{case.label}: share of the machine's rate", reason))
             continue
         what = f"{where}: {runtime} as a share of this machine's {rate / 1e9:.0f} GFLOP/s of matrix products"

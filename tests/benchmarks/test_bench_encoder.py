@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from turbovit.benchmarks.bench_encoder import (
     engine_name,
     require_equal,
 )
+from turbovit.benchmarks.flops import Product, Work
 from turbovit.benchmarks.report import Report
 from turbovit.benchmarks.subjects import Subject, case_of_images, families
+from turbovit.benchmarks.timing import Spread
 from turbovit.engines.errors import CertificationError, InputError, UnsupportedModelError
 
 SIZE = (256, 256)
@@ -137,3 +140,13 @@ def test_a_case_keeps_to_the_limits_of_one_run(subjects: dict[str, Subject]) -> 
     with pytest.raises(InputError, match="9 images 640x480 are 9 images, one run takes 8"):
         case_of_images(encoder, (640, 480), 9)
     encoder.close()
+
+
+def test_a_share_of_the_machines_rate_above_one_is_no_figure() -> None:
+    product = Product(1, 5, 10)
+    work, spreads = Work(product.flops, {product: 1}), {engine_name("onnxruntime"): Spread((1.0,))}
+    for rate, targets in ((2.0 * product.flops, 1), (0.5 * product.flops, 0)):
+        found = Report("encoder", {})
+        case = SimpleNamespace(label="c")
+        bench_encoder._add_targets("f", case, work, spreads, rate, found)  # type: ignore[arg-type]
+        assert (len(found.targets), len(found.skipped)) == (targets, 1 - targets)

@@ -171,6 +171,8 @@ def test_generate_takes_a_raw_prompt_with_and_without_images(family: Family) -> 
 def test_generate_takes_token_ids_expanded_or_not(family: Family) -> None:
     expected = family.side.request([user(text(f"a {family.placeholder} b"), image(A))], do_preprocess=False)
     short = family.side.tokenizer.encode(f"a {family.placeholder} b", add_bos=True)
+    if family.name == "deepseek_vl2":  # its tokenizer adds no BOS, and ids are taken as they are
+        short = [expected["input_ids"][0], *short]
     for ids in (short, expected["input_ids"]):
         response = family.server.generate(input_ids=ids, image_data=data_url(file_bytes(A)))
         assert_answers(family, response, {**expected, "prompt": None})
@@ -192,7 +194,7 @@ def test_bare_token_ids_without_their_image_are_refused(family: Family) -> None:
     assert "image" in family.server.refused(family.server.generate(input_ids=ids))
     expanded = family.side.request([user(text(f"a {family.placeholder} b"), image(A))], do_preprocess=False)
     reason = family.server.refused(family.server.generate(input_ids=expanded["input_ids"]))
-    assert "the prompt has runs of" in reason
+    assert ("for 0 images" if family.name == "deepseek_vl2" else "the prompt has runs of") in reason
     assert "the token ids hold -1" in family.server.refused(family.server.generate(input_ids=[-1]))
     assert "the token ids hold 1000000000" in family.server.refused(family.server.generate(input_ids=[10**9]))
 
