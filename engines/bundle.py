@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,9 +151,21 @@ class Engine:
     stand_ins: tuple[Certificate, ...] = ()
 
     @property
+    def label(self) -> str:
+        """What its graphs and weights are named by."""
+        return precision_label(self.precision, self.fp32_layers)
+
+    @property
     def verdict(self) -> str:
         """``passed``, ``failed`` or ``not run``."""
         return "not run" if self.certificate is None else self.certificate.verdict
+
+
+def precision_label(precision: str, fp32_layers: Sequence[str]) -> str:
+    """What the files of a precision are named by: another choice of layers in float32 has other files."""
+    if not fp32_layers:
+        return precision
+    return f"{precision}-{hashlib.sha256(','.join(fp32_layers).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from turbovit.export.certify import certified, with_engine, write_reference
 from turbovit.export.islands import islands_from_file
 from turbovit.export.memory import require_build_memory, require_gpu_memory, weight_bytes
 from turbovit.export.plan import ATTENTION_FORMS, PRECISIONS, REFERENCE, CompileOptions, EnginePlan, Plan, plan_build
-from turbovit.export.precision import in_precision, label, recorded_ranges
+from turbovit.export.precision import in_precision, recorded_ranges
 from turbovit.export.stand_ins import with_stand_ins
 from turbovit.export.to_onnx import derive_graph, onnx_from_tower, save_base_graph
 from turbovit.export.to_tensorrt import CompilerRefusedError, engine_from_onnx
@@ -232,7 +232,7 @@ def _engine(plan: Plan, bundle: Bundle, new: EnginePlan, finish: Callable[[Engin
 
 def _certified(bundle: Bundle, engine: Engine, report: Report) -> Engine:
     """By its own run here, or else by what can stand in for it."""
-    graph = _graph_file(label(engine.precision, engine.fp32_layers), engine.attention)
+    graph = _graph_file(engine.label, engine.attention)
     return with_stand_ins(bundle, certified(bundle, engine, report), graph, report)
 
 
@@ -312,7 +312,7 @@ def _save_extra_tensors(tower: Tower, path: Path) -> None:
 def _is_replaced(name: str, old: Manifest, new: Manifest) -> bool:
     """Whether a file served engines of the old manifest alone."""
     if name.startswith(("model.", "weights.")):
-        return name.split(".")[1] not in {label(engine.precision, engine.fp32_layers) for engine in new.engines}
+        return name.split(".")[1] not in {engine.label for engine in new.engines}
     return name in {engine.file for engine in old.engines} - {engine.file for engine in new.engines}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from turbovit.engines.bundle import MANIFEST, Engine, Manifest, Profile, read_manifest
+from turbovit.engines.bundle import MANIFEST, Engine, Manifest, Profile, precision_label, read_manifest
 from turbovit.engines.commands import build_command
 from turbovit.engines.encoder import RUNNERS
 from turbovit.engines.errors import BuildError, BundleError, RuntimeUnavailableError
@@ -20,10 +20,10 @@ from turbovit.engines.families import FamilyRow, family_from_architecture, load
 from turbovit.engines.store import bundles_folder
 from turbovit.export.checkpoint import Checkpoint, open_checkpoint
 from turbovit.export.memory import require_gpu_memory
-from turbovit.export.precision import choice_from_ranges, fp32_layers, label
+from turbovit.export.precision import choice_from_ranges, fp32_layers
 from turbovit.export.profiles import profile_from_text
 from turbovit.export.targets import COMPILED, architectures, gpu_memory_here, library_version
-from turbovit.export.tower import Tower, source_from_checkpoint
+from turbovit.export.tower import Tower, described_tower, source_from_checkpoint
 
 PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Forms of attention by runtime and precision, best first: the first that builds and certifies is taken. In half
@@ -84,7 +84,7 @@ class EnginePlan:
     @property
     def label(self) -> str:
         """What its graphs and weights are named by."""
-        return label(self.precision, self.fp32_layers)
+        return precision_label(self.precision, self.fp32_layers)
 
     @property
     def compiled(self) -> bool:
@@ -169,7 +169,7 @@ def plan_build(
     options = options or CompileOptions()
     engines = _engines(precision, runtimes, options)
     family, tower, checkpoint = _open(model)
-    described = _described(tower, checkpoint)
+    described = described_tower(tower, checkpoint)
     bounds = _limits(described, limits)
     profiles = _profiles(described, bounds, options.profiles)
     manifest = Manifest(
@@ -256,7 +256,7 @@ def _fingerprint(manifest: Manifest) -> tuple[Any, ...]:
 
 def _fingerprint_of(model: str | Path) -> tuple[Any, ...]:
     family, tower, checkpoint = _open(model)
-    described = _described(tower, checkpoint)
+    described = described_tower(tower, checkpoint)
     source = source_from_checkpoint(tower, described.spec, checkpoint)
     return family.name, source.tensors_sha256, source.config, described.facts(checkpoint.config)
 
@@ -280,12 +280,6 @@ def _open(model: str | Path) -> tuple[FamilyRow, type[Tower], Checkpoint]:
     family = family_from_architecture(open_checkpoint(model).architecture)
     tower: type[Tower] = load(family.tower)
     return family, tower, open_checkpoint(model, tower.is_checkpoint_vision)
-
-
-def _described(tower: type[Tower], checkpoint: Checkpoint) -> Tower:
-    """The tower without weights: it knows its inputs, outputs and facts."""
-    with torch.device("meta"):
-        return tower(tower.spec_from_config(checkpoint.config, tower.image_processor(checkpoint.folder)))
 
 
 def _engines(precision: str, runtimes: Sequence[str], options: CompileOptions) -> tuple[EnginePlan, ...]:

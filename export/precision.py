@@ -7,7 +7,6 @@ the float32 reference tower has on the samples.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -58,11 +57,6 @@ def fp32_layers(tower: Tower, patterns: Sequence[str]) -> tuple[str, ...]:
     if named.issuperset(name for name, _ in tower.named_children() if name in paths):
         raise BuildError("these layers are all of the tower: take fp32 instead")
     return tuple(sorted((path for path in named if not any(above in named for above in _above(path))), key=_natural))
-
-
-def label(precision: str, raised: Sequence[str]) -> str:
-    """What the files of a precision are named by: another choice of layers in float32 has other files."""
-    return f"{precision}-{hashlib.sha256(','.join(raised).encode()).hexdigest()[:8]}" if raised else precision
 
 
 def in_precision(tower: T, precision: str, raised: Sequence[str] = ()) -> T:

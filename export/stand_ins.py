@@ -18,7 +18,6 @@ from turbovit.engines.errors import BundleError, CertificationError, CheckpointE
 from turbovit.engines.families import load
 from turbovit.engines.runner import Runner
 from turbovit.export.certify import Pair, certificate_from_pairs, describe, read_reference
-from turbovit.export.precision import label
 
 # Pixel values times bytes of weights. A larger tower takes minutes in half precision, for which few CPUs have kernels.
 _MOST_WORK = 1e15
@@ -76,7 +75,7 @@ def _certificates(
 
 def _affordable(pairs: Sequence[Pair], bundle: Bundle, engine: Engine) -> list[Pair]:
     """The smallest samples, at least one."""
-    weights = bundle.file(f"weights.{label(engine.precision, engine.fp32_layers)}.bin").stat().st_size
+    weights = bundle.file(f"weights.{engine.label}.bin").stat().st_size
     first = bundle.manifest.inputs[0].name
     taken: list[Pair] = []
     work = 0

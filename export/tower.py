@@ -198,6 +198,12 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
     )
 
 
+def described_tower(tower: type[T], checkpoint: Checkpoint) -> T:
+    """The checkpoint's tower without weights, on the meta device: it knows its inputs, outputs and facts."""
+    with torch.device("meta"):
+        return tower(tower.spec_from_config(checkpoint.config, tower.image_processor(checkpoint.folder)))
+
+
 def load_tower(tower: type[T], spec: Any, checkpoint: Checkpoint) -> T:
     """A tower with the checkpoint's weights in float32, in eval mode.
 

@@ -58,7 +58,7 @@ def weight_bytes(folder: Path, is_vision: Callable[[str], bool]) -> WeightBytes 
 def engine_bytes(bundle: Bundle, engine: Engine) -> int:
     """Bytes of the files that an engine loads: what it takes of memory at least, before it runs."""
     files = bundle.manifest.files
-    weights = files.get(f"weights.{engine.precision}.bin") if engine.file.endswith(".onnx") else None
+    weights = files.get(f"weights.{engine.label}.bin") if engine.file.endswith(".onnx") else None
     return files[engine.file].size + (weights.size if weights else 0)
 
 

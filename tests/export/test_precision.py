@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from turbovit.engines.bundle import precision_label
 from turbovit.engines.errors import BuildError
 from turbovit.engines.families import family_from_architecture, load
 from turbovit.export.checkpoint import open_checkpoint
@@ -22,7 +23,6 @@ from turbovit.export.precision import (
     choice_from_ranges,
     fp32_layers,
     in_precision,
-    label,
     recorded_ranges,
 )
 from turbovit.export.tower import Tower, load_tower
@@ -126,7 +126,7 @@ def test_the_whole_tower_in_float32_is_refused(tower: Tower) -> None:
 
 
 def test_other_layers_in_float32_have_other_files() -> None:
-    labels = {label("fp16", raised) for raised in ((), ("blocks.0",), ("blocks.0", "blocks.1"))}
+    labels = {precision_label("fp16", raised) for raised in ((), ("blocks.0",), ("blocks.0", "blocks.1"))}
     assert "fp16" in labels
     assert len(labels) == 3
 

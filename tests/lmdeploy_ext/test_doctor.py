@@ -258,3 +258,12 @@ def test_sizes_are_readable() -> None:
     ]
     available, total = memory.host_memory()
     assert 0 < available <= total
+
+
+def test_an_engine_with_layers_in_float32_has_weights_of_its_own(tiny_gemma3: Path, tmp_path: Path) -> None:
+    from turbovit.export.build import build
+
+    bundle = build(tiny_gemma3, tmp_path / "bundle", precision="fp16", fp32_layers=["blocks.0.mlp"]).bundle
+    (engine,) = bundle.manifest.engines
+    (weights,) = bundle.path.glob("weights.*.bin")
+    assert engine_bytes(bundle, engine) == bundle.file(engine.file).stat().st_size + weights.stat().st_size
