@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from turbovit.benchmarks.child import in_child
 from turbovit.benchmarks.report import Report, Skipped, Target
-from turbovit.benchmarks.subjects import Size, families
+from turbovit.benchmarks.subjects import Size, families, sample_and_place
 from turbovit.benchmarks.timing import Spread
 from turbovit.engines.encoder import RUNNERS
 from turbovit.engines.errors import TurbovitError
 from turbovit.engines.families import FamilyRow
-from turbovit.export.samples import write_sample
 
 BUILD_SECONDS, BUILD_BYTES = 120.0, 6e9
 LOAD_SECONDS = 5.0
@@ -48,12 +46,7 @@ def bench_build(options: Options, report: Callable[[str], None] = lambda step: N
     """
     found = Report("build", {name: value for name, value in vars(options).items() if name != "folder"})
     for row in families(options.families):
-        home = options.folder / f"{row.name}-{options.size}-{options.layers or 'all'}"
-        checkpoint, bundle = home / "checkpoint", home / "bundle"
-        if not (checkpoint / "config.json").exists():
-            report(f"{row.name}: writing a checkpoint")
-            write_sample(row.name, checkpoint, options.size, 0, options.layers)
-        shutil.rmtree(bundle, ignore_errors=True)
+        checkpoint, bundle = sample_and_place(row, options.size, options.layers, options.folder, report)
         report(f"{row.name}: building for {', '.join(options.runtimes)}")
         figures = in_child("build", checkpoint=checkpoint, bundle=bundle, runtimes=list(options.runtimes))
         _add(found, row, "build", ", ".join(options.runtimes), [figures])

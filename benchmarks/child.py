@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from turbovit.engines.errors import BuildError
+from turbovit.export.compile_child import peak_bytes
 
 
 def in_child(step: str, **arguments: Any) -> dict[str, float]:
@@ -64,8 +65,8 @@ def main() -> None:
     """Run the step that the command line names."""
     arguments = json.loads(sys.argv[1])
     seconds = STEPS[arguments["step"]](arguments)
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)  # compilers run in processes of their own
-    peak = max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
+    compilers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # they run in processes of their own
+    peak = max(peak_bytes(), compilers)
     print(json.dumps({"seconds": seconds, "peak": peak}))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from turbovit.engines.families import FAMILIES, FamilyRow, family_from_name
+from turbovit.engines.families import distinct_families, family_from_name
 
 CAPABILITIES = ("8.6", "8.9", "12.0")
 _MODULE = "turbovit.benchmarks.engines"  # not __name__: it may be run as __main__
@@ -46,11 +46,6 @@ class Row:
     profiles: str
     seconds: dict[str, float]
     peak_gib: dict[str, float]
-
-
-def distinct_families() -> list[FamilyRow]:
-    """The families whose towers differ: the first row of each."""
-    return list({row.tower: row for row in reversed(FAMILIES)}.values())[::-1]
 
 
 def compiled_family(

@@ -59,13 +59,6 @@ def machine_line(facts: dict[str, Any]) -> str:
     )
 
 
-def peak_bytes() -> int:
-    """The largest resident set this process has had, mapped files included."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def resident_bytes() -> int:
     """The resident set of this process now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])

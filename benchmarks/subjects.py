@@ -15,12 +15,12 @@ from PIL import Image
 from turbovit.engines.bundle import Bundle, open_bundle
 from turbovit.engines.encoder import Encoder, open_encoder
 from turbovit.engines.errors import InputError
-from turbovit.engines.families import FAMILIES, FamilyRow, family_from_name, load
+from turbovit.engines.families import FamilyRow, distinct_families, family_from_name, load
 from turbovit.engines.preprocessor import Pixels
 from turbovit.export.build import build
 from turbovit.export.checkpoint import open_checkpoint
 from turbovit.export.samples import write_sample
-from turbovit.export.tower import Tower
+from turbovit.export.tower import Tower, described_tower
 
 Size = tuple[int, int]  # width, height
 
@@ -40,9 +40,7 @@ class Subject:
     def described(self) -> Tower:
         """The tower on the meta device: shapes without weights."""
         tower: type[Tower] = load(self.row.tower)
-        checkpoint = open_checkpoint(self.checkpoint, tower.is_checkpoint_vision)
-        with torch.device("meta"):
-            return tower(tower.spec_from_config(checkpoint.config, tower.image_processor(checkpoint.folder)))
+        return described_tower(tower, open_checkpoint(self.checkpoint, tower.is_checkpoint_vision))
 
     def encoder(self, runtime: str = "onnxruntime") -> Encoder:
         return open_encoder(self.bundle, runtime, "auto")
@@ -65,24 +63,30 @@ class Case:
 
 
 def families(names: Sequence[str] | None) -> list[FamilyRow]:
-    """The rows named; without names all whose towers differ (a mixture of experts has the tower of its dense twin)."""
-    if names:
-        return [family_from_name(name) for name in names]
-    return list({row.tower: row for row in reversed(FAMILIES)}.values())[::-1]
+    """The rows named; without names all whose towers differ."""
+    return [family_from_name(name) for name in names] if names else distinct_families()
 
 
 def subject(
     row: FamilyRow, size: str, layers: int | None, folder: Path, report: Callable[[str], None] = lambda step: None
 ) -> Subject:
     """Write a checkpoint (once) and build its bundle (anew: the engine measured is the one that is built today)."""
+    checkpoint, bundle = sample_and_place(row, size, layers, folder, report)
+    build(checkpoint, bundle, report=lambda step: report(f"{row.name}: {step}"))
+    return Subject(row, checkpoint, open_bundle(bundle))
+
+
+def sample_and_place(
+    row: FamilyRow, size: str, layers: int | None, folder: Path, report: Callable[[str], None]
+) -> tuple[Path, Path]:
+    """A checkpoint, written where it is not there yet, and the place of its bundle, where nothing is left."""
     home = folder / f"{row.name}-{size}-{layers or 'all'}"
     checkpoint, bundle = home / "checkpoint", home / "bundle"
     if not (checkpoint / "config.json").exists():
         report(f"{row.name}: writing a checkpoint")
         write_sample(row.name, checkpoint, size, 0, layers)
     shutil.rmtree(bundle, ignore_errors=True)
-    build(checkpoint, bundle, report=lambda step: report(f"{row.name}: {step}"))
-    return Subject(row, checkpoint, open_bundle(bundle))
+    return checkpoint, bundle
 
 
 def noise_image(size: Size, seed: int = 0) -> Image.Image:

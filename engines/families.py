@@ -94,6 +94,11 @@ FAMILIES = (
 _LANGUAGE_HALVES = {"DeepseekV2ForCausalLM": "DeepseekVLV2ForCausalLM"}
 
 
+def distinct_families() -> list[FamilyRow]:
+    """The rows whose towers differ: the first of each (a mixture of experts has the tower of its dense twin)."""
+    return list({row.tower: row for row in reversed(FAMILIES)}.values())[::-1]
+
+
 def family_from_name(name: str) -> FamilyRow:
     """The row called `name`; an `UnsupportedModelError` that lists the names otherwise."""
     for row in FAMILIES:

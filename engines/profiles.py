@@ -37,10 +37,12 @@ def rows_per_run(profiles: Sequence[Profile], symbols: Mapping[str, int], batch:
 
 def described(profiles: Sequence[Profile]) -> str:
     """The profiles' ranges, as `turbovit build --profile` takes them."""
-    return "; ".join(
-        ",".join(f"{symbol}={':'.join(map(str, sizes))}" for symbol, sizes in profile.ranges.items())
-        for profile in profiles
-    )
+    return "; ".join(map(text_from_profile, profiles))
+
+
+def text_from_profile(profile: Profile) -> str:
+    """One profile's ranges, as `turbovit.export.profiles.profile_from_text` reads them."""
+    return ",".join(f"{symbol}={':'.join(map(str, sizes))}" for symbol, sizes in profile.ranges.items())
 
 
 def _holds(profile: Profile, symbols: Mapping[str, int]) -> bool:

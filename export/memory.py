@@ -9,9 +9,9 @@ from pathlib import Path
 
 from turbovit.engines.bundle import Profile, TensorSpec
 from turbovit.engines.errors import BuildError
+from turbovit.engines.profiles import text_from_profile
 from turbovit.engines.runner import DTYPES, PRECISION_DTYPES
 from turbovit.engines.shapes import resolve
-from turbovit.export.profiles import text_from_profile
 from turbovit.export.tower import Tower
 
 GIB = 2**30

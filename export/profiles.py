@@ -57,8 +57,3 @@ def shapes_from_profile(profile: Profile, inputs: Sequence[TensorSpec]) -> dict[
     return {
         spec.name: (resolve(spec.shape, low), resolve(spec.shape, best), resolve(spec.shape, high)) for spec in inputs
     }
-
-
-def text_from_profile(profile: Profile) -> str:
-    """As `profile_from_text` reads it."""
-    return ",".join(f"{symbol}={':'.join(map(str, sizes))}" for symbol, sizes in profile.ranges.items())

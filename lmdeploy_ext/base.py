@@ -15,8 +15,6 @@ from turbovit.engines.encoder import Encoder, open_encoder, preprocessor_of
 from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Item, Pixels, Preprocessor
 from turbovit.lmdeploy_ext import adapter
-from turbovit.lmdeploy_ext.bundle_choice import AUTO_BUILD_VARIABLE as AUTO_BUILD_VARIABLE
-from turbovit.lmdeploy_ext.bundle_choice import BUNDLE_VARIABLE as BUNDLE_VARIABLE
 from turbovit.lmdeploy_ext.bundle_choice import bundle_folder
 from turbovit.lmdeploy_ext.conversation import (
     Conversation,

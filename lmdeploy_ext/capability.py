@@ -73,9 +73,9 @@ def language_findings(architecture: str) -> tuple[Finding, ...]:
     has_embeddings = {"input_embeddings", "input_embedding_ranges"} <= request
     places = {"source": _sources(folder), "request": request}
     return (
-        Finding(model, _state(has_model)),
-        Finding(embeddings, _state(has_embeddings)),
-        *(Finding(need.what, _state(any(sign in places[need.where] for sign in need.signs))) for need in needs),
+        Finding(model, state_of(has_model)),
+        Finding(embeddings, state_of(has_embeddings)),
+        *(Finding(need.what, state_of(any(sign in places[need.where] for sign in need.signs))) for need in needs),
     )
 
 
@@ -102,18 +102,24 @@ def turbomind_lacks(architecture: str) -> str | None:
     return f"the installed LMDeploy's TurboMind cannot run {architecture}: it lacks {'; '.join(missing)}"
 
 
-def _state(there: bool) -> State:
+def state_of(there: bool) -> State:
+    """What a look at the installed LMDeploy says."""
     return "have" if there else "missing"
+
+
+def lmdeploy_folder(file: str) -> Path | None:
+    """Where the installed LMDeploy lies, if it has `file`; found without importing it, which would load CUDA code."""
+    spec = importlib.util.find_spec("lmdeploy")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0])
+    return folder if (folder / file).is_file() else None
 
 
 @cache
 def _turbomind_folder() -> Path | None:
-    # Found without importing it: that would load the CUDA extension.
-    spec = importlib.util.find_spec("lmdeploy")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(spec.submodule_search_locations[0]) / "turbomind"
-    return folder if (folder / "supported_models.py").is_file() else None
+    folder = lmdeploy_folder("turbomind/supported_models.py")
+    return folder and folder / "turbomind"
 
 
 def _supported_architectures(folder: Path) -> set[str]:

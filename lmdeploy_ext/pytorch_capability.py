@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from turbovit.lmdeploy_ext.capability import Finding, State
+from turbovit.lmdeploy_ext.capability import Finding, lmdeploy_folder, state_of
 
 HOOK = "a place for model classes that are not LMDeploy's (custom_module_map)"
 
@@ -63,9 +62,12 @@ def pytorch_findings(architecture: str) -> tuple[Finding, ...]:
         return tuple(Finding(what, "unknown") for what in (model, HOOK, *(need.what for need in needs)))
     modules = _module_map(folder)
     return (
-        Finding(model, _state(architecture in modules)),
-        Finding(HOOK, _state(_has_hook(folder))),
-        *(Finding(need.what, _state(_has_sign(folder, modules.get(need.architecture), need.signs))) for need in needs),
+        Finding(model, state_of(architecture in modules)),
+        Finding(HOOK, state_of(_has_hook(folder))),
+        *(
+            Finding(need.what, state_of(_has_sign(folder, modules.get(need.architecture), need.signs)))
+            for need in needs
+        ),
     )
 
 
@@ -77,17 +79,9 @@ def pytorch_refusal(architecture: str) -> str | None:
     return f"the installed LMDeploy's PyTorch engine cannot run {architecture}: it lacks {'; '.join(missing)}."
 
 
-def _state(there: bool) -> State:
-    return "have" if there else "missing"
-
-
 @cache
 def _lmdeploy_folder() -> Path | None:
-    spec = importlib.util.find_spec("lmdeploy")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(spec.submodule_search_locations[0])
-    return folder if (folder / "pytorch" / "models" / "module_map.py").is_file() else None
+    return lmdeploy_folder("pytorch/models/module_map.py")
 
 
 @cache

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from turbovit.benchmarks.engines import CAPABILITIES, Row, compiled_family, distinct_families, table_from_rows
-from turbovit.engines.families import FAMILIES
+from turbovit.benchmarks.engines import CAPABILITIES, Row, compiled_family, table_from_rows
+from turbovit.engines.families import FAMILIES, distinct_families
 
 pytest.importorskip("tensorrt_rtx")
 

@@ -11,7 +11,7 @@ import pytest
 
 from turbovit.engines.bundle import MANIFEST, Bundle, Engine, Profile, open_bundle, read_manifest, text_from_manifest
 from turbovit.engines.errors import BuildError, RuntimeUnavailableError
-from turbovit.engines.families import FAMILIES
+from turbovit.engines.families import distinct_families
 from turbovit.engines.store import file_sha256
 from turbovit.export import build as module
 from turbovit.export.build import build
@@ -23,7 +23,7 @@ tensorrt_rtx = pytest.importorskip("tensorrt_rtx")
 
 RTX = {"runtimes": ["tensorrt-rtx"], "precision": "fp16"}
 FOR_TWO = CompileOptions(capabilities=("8.9", "12.0"))
-TOWERS = list({row.tower: row.name for row in reversed(FAMILIES)}.values())[::-1]
+TOWERS = [row.name for row in distinct_families()]
 
 
 def files(folder: Path) -> dict[str, str]:

@@ -10,9 +10,9 @@ import torch
 from turbovit.engines.bundle import Profile, TensorSpec
 from turbovit.engines.errors import BuildError
 from turbovit.engines.families import FAMILIES, family_from_name, load
-from turbovit.engines.profiles import profile_for
+from turbovit.engines.profiles import profile_for, text_from_profile
 from turbovit.export.plan import plan_build
-from turbovit.export.profiles import buckets, profile_from_text, shapes_from_profile, text_from_profile
+from turbovit.export.profiles import buckets, profile_from_text, shapes_from_profile
 
 LIMITS = {"frames": 8, "merged": 16384}
 
