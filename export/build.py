@@ -261,7 +261,7 @@ def _made(plan: Plan, bundle: Bundle, new: EnginePlan, form: str, report: Report
 def _compiled(plan: Plan, bundle: Bundle, new: EnginePlan, form: str, report: Report) -> str:
     """Compile the graph; the name of the engine's file."""
     tower, folder = plan.described(), bundle.path
-    require_gpu_memory(tower, new.profiles, new.precision, form, plan.gpu_memory, report)
+    require_gpu_memory(tower, new.profiles, new.precision, new.fp32_layers, plan.gpu_memory, report)
     weights = weight_bytes(tower, new.precision)
     require_build_memory(weights)
     _require_space(folder, weights)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ from turbovit.engines.errors import BuildError
 from turbovit.engines.profiles import text_from_profile
 from turbovit.engines.runner import DTYPES, PRECISION_DTYPES
 from turbovit.engines.shapes import resolve
+from turbovit.export.layers import Attention
 from turbovit.export.tower import Tower
 
 GIB = 2**30
@@ -44,31 +45,42 @@ def weight_bytes(tower: Tower, precision: str) -> int:
     return PRECISION_DTYPES[precision].itemsize * sum(parameter.numel() for parameter in tower.parameters())
 
 
-def estimate(tower: Tower, profile: Profile, precision: str, form: str) -> Estimate:
+def estimate(tower: Tower, profile: Profile, precision: str, fp32_layers: Sequence[str] = ()) -> Estimate:
     """What one run takes at the profile's largest shapes, on the careful side.
 
     Counted are the weights, the inputs and outputs, and the widest point: a block's residual stream, norm in float32
-    and either q, k, v and their mix or both sides of the GELU. Attention in the form ``attention`` is one kernel; in
-    the form ``matmul`` all scores are counted, in float32 and in the precision, as if nothing were fused.
+    and either q, k, v and their mix or both sides of the GELU. Attention in half precision is one kernel; in float32
+    compilers have none, and all scores are counted on both sides of the softmax.
+
+    Args:
+        fp32_layers: paths of the layers that stay in float32.
     """
     sizes = {symbol: high for symbol, (_, _, high) in profile.ranges.items()}
     spec, item = tower.spec, PRECISION_DTYPES[precision].itemsize
     rows = sizes[str(tower.inputs()[0].shape[0])]
     tokens = tower.tokens(sizes)
+    scores = 0
+    if precision == "fp32" or _keeps_attention_in_float32(tower, fp32_layers):
+        item, scores = _FLOAT32, 2 * _FLOAT32 * spec.heads * tokens**2
     widest = max(4 * spec.hidden, 2 * spec.inner)
-    block = rows * tokens * (item * (2 * spec.hidden + widest) + _FLOAT32 * spec.hidden)
-    if form == "matmul":
-        block += rows * spec.heads * tokens**2 * (_FLOAT32 + item)
+    block = rows * (tokens * (item * (2 * spec.hidden + widest) + _FLOAT32 * spec.hidden) + scores)
     pixels = 2 * _FLOAT32 * prod(resolve(tower.inputs()[0].shape, sizes))
     ends = _bytes(tower.inputs(), sizes) + _bytes(tower.outputs("float32"), sizes)
     return Estimate(weight_bytes(tower, precision), max(block, pixels) + ends)
+
+
+def _keeps_attention_in_float32(tower: Tower, fp32_layers: Sequence[str]) -> bool:
+    """Whether a block's q, k and v come from a projection that stays in float32."""
+    kept = tuple(f"{path}." for path in fp32_layers)
+    blocks = [name for name, module in tower.named_modules() if isinstance(module, Attention)]
+    return any(f"{name}.qkv.".startswith(kept) for name in blocks)
 
 
 def require_gpu_memory(
     tower: Tower,
     profiles: Iterable[Profile],
     precision: str,
-    form: str,
+    fp32_layers: Sequence[str],
     limit: int | None,
     report: Callable[[str], None] = lambda line: None,
 ) -> None:
@@ -81,12 +93,12 @@ def require_gpu_memory(
         BuildError: a profile needs more than the limit; with both numbers.
     """
     for profile in profiles:
-        needed = estimate(tower, profile, precision, form)
+        needed = estimate(tower, profile, precision, fp32_layers)
         report(f"profile {text_from_profile(profile)}: about {needed} on the GPU")
         if limit is not None and needed.total > limit:
             raise BuildError(
                 f"the profile {text_from_profile(profile)} needs about {needed} on the GPU in {precision}, "
-                f"attention in the form {form!r}; there are {limit / GIB:.1f} GiB: take a smaller one with --profile, "
+                f"there are {limit / GIB:.1f} GiB: take a smaller one with --profile, "
                 f"or lower --max-images or --max-pixels"
             )
 

@@ -26,13 +26,14 @@ from turbovit.export.targets import COMPILED, architectures, gpu_memory_here, li
 from turbovit.export.tower import Tower, described_tower, source_from_checkpoint
 
 PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-# Forms of attention by runtime and precision, best first: the first that builds and certifies is taken. In half
-# precision the Attention node becomes one fused kernel, or does not build; in float32 TensorRT has no such kernel.
-_FUSED_IN_HALF = {"fp32": ("matmul",), "fp16": ("attention", "matmul"), "bf16": ("attention", "matmul")}
+# Forms of attention by runtime and precision, best first: the first that builds and certifies is taken. `matmul` says
+# that its softmax is in float32, and in half precision the compiler makes one kernel of it, as of the node. What that
+# one computes its softmax in is up to the compiler, which has no kernel for it in float32.
+_SAID_IN_FLOAT32 = {"fp32": ("matmul",), "fp16": ("matmul", "attention"), "bf16": ("matmul", "attention")}
 ATTENTION_FORMS: dict[str, dict[str, tuple[str, ...]]] = {
     "onnxruntime": dict.fromkeys(PRECISIONS, ("multihead",)),
-    "tensorrt": _FUSED_IN_HALF,
-    "tensorrt_rtx": _FUSED_IN_HALF,
+    "tensorrt": _SAID_IN_FLOAT32,
+    "tensorrt_rtx": _SAID_IN_FLOAT32,
 }
 REFERENCE = "reference.safetensors"
 # Where it is half precision, the range check has the last word.
@@ -189,8 +190,8 @@ def plan_build(
     memory = options.gpu_memory
     if memory is None and any(engine.runtime == "tensorrt" for engine in wanted):
         memory = gpu_memory_here()
-    for engine in wanted:  # before anything is exported; a form that is fallen back to is looked at when it is its turn
-        require_gpu_memory(described, engine.profiles, engine.precision, engine.forms[0], memory)
+    for engine in wanted:  # before anything is exported
+        require_gpu_memory(described, engine.profiles, engine.precision, engine.fp32_layers, memory)
     return Plan(family, tower, described.spec, checkpoint, manifest, wanted, memory)
 
 

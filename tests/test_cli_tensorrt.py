@@ -32,7 +32,7 @@ def test_compiles_ahead_of_time_and_shows_for_what(
     assert "tensorrt_rtx fp16: parsing the graph" in built.stderr
     assert "profile images=1:2:4: about " in built.stderr
     shown = turbovit("inspect", tmp_path / "bundle")
-    assert "tensorrt_rtx fp16 (attention attention): not run" in shown.stdout
+    assert "tensorrt_rtx fp16 (matmul attention): not run" in shown.stdout
     assert "for compute capability 8.9, 12.0; " in shown.stdout
     (engine,) = [
         engine

@@ -71,7 +71,7 @@ def test_every_family_compiles_for_two_architectures_without_a_gpu(
     steps: list[str] = []
     result = build(model, tmp_path / "bundle", options=FOR_TWO, report=steps.append, **RTX)
     (engine,) = result.new
-    assert (engine.runtime, engine.precision, engine.attention) == ("tensorrt_rtx", "fp16", "attention")
+    assert (engine.runtime, engine.precision, engine.attention) == ("tensorrt_rtx", "fp16", "matmul")
     assert engine.version == tensorrt_rtx.__version__
     assert engine.architectures == ("8.9", "12.0")
     assert engine.file == "tensorrt_rtx.fp16.engine"
@@ -83,12 +83,12 @@ def test_every_family_compiles_for_two_architectures_without_a_gpu(
     assert "tensorrt_rtx fp16: parsing the graph" in steps
 
 
-@pytest.mark.parametrize(("precision", "form"), [("bf16", "attention"), ("fp32", "matmul")])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_other_precisions_stand_beside_it(
-    tiny_gemma3: Path, copy_of_built: Path, built: Bundle, precision: str, form: str
+    tiny_gemma3: Path, copy_of_built: Path, built: Bundle, precision: str
 ) -> None:
     result = build(tiny_gemma3, copy_of_built, runtimes=["tensorrt_rtx"], precision=precision, options=FOR_TWO)
-    assert [(engine.precision, engine.attention) for engine in result.new] == [(precision, form)]
+    assert [(engine.precision, engine.attention) for engine in result.new] == [(precision, "matmul")]
     assert rtx_engine(result.bundle) == rtx_engine(built)
     assert_holds(copy_of_built / result.new[0].file, result.bundle, result.new[0])
 
@@ -180,17 +180,18 @@ def test_a_form_that_the_compiler_refuses_is_told_and_the_next_is_tried(
 ) -> None:
     original = module.engine_from_onnx
 
-    def refuse_attention(*arguments: Any, **keywords: Any) -> None:
-        if "attention" in arguments[2].name:
-            raise CompilerRefusedError("tensorrt_rtx cannot compile the Attention nodes")
+    def refuse_matmul(*arguments: Any, **keywords: Any) -> None:
+        if "matmul" in arguments[2].name:
+            raise CompilerRefusedError("tensorrt_rtx cannot compile these products")
         original(*arguments, **keywords)
 
-    monkeypatch.setattr(module, "engine_from_onnx", refuse_attention)
+    monkeypatch.setattr(module, "engine_from_onnx", refuse_matmul)
     shutil.copytree(every_precision.path, tmp_path / "bundle")
     steps: list[str] = []
     (engine,) = build(tiny_gemma3, tmp_path / "bundle", options=FOR_TWO, report=steps.append, **RTX).new
-    assert engine.attention == "matmul"
-    assert "tensorrt_rtx cannot compile the Attention nodes; trying attention in the form 'matmul'" in steps
+    assert engine.attention == "attention"
+    assert "tensorrt_rtx cannot compile these products; trying attention in the form 'attention'" in steps
+    assert any("inside attention nodes, their precision is up to the runtime" in step for step in steps)
 
 
 def test_where_no_form_compiles_the_error_has_the_words_for_each(
@@ -202,7 +203,7 @@ def test_where_no_form_compiles_the_error_has_the_words_for_each(
     monkeypatch.setattr(module, "engine_from_onnx", refuse)
     shutil.copytree(every_precision.path, tmp_path / "bundle")
     with pytest.raises(
-        BuildError, match=r"cannot compile model\.fp16\.attention\.onnx; cannot compile model\.fp16\.matmul\.onnx"
+        BuildError, match=r"cannot compile model\.fp16\.matmul\.onnx; cannot compile model\.fp16\.attention\.onnx"
     ):
         build(tiny_gemma3, tmp_path / "bundle", options=FOR_TWO, **RTX)
 

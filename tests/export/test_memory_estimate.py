@@ -39,31 +39,37 @@ def test_weights_are_those_of_the_file(gemma: Tower, every_precision) -> None:  
 
 
 def test_activations_grow_with_the_batch_and_scores_with_the_square_of_the_patches(gemma: Tower, qwen: Tower) -> None:
-    one, eight = (estimate(gemma, images(count), "fp16", "attention").activations for count in (1, 8))
+    one, eight = (estimate(gemma, images(count), "fp16").activations for count in (1, 8))
     assert eight == pytest.approx(8 * one, rel=0.01)
-    fused, apart = ([estimate(qwen, frames(1, n), "fp16", f).activations for n in (4096, 8192)] for f in FORMS)
+    kept = ("blocks.0.attention.qkv",)
+    fused, apart = ([estimate(qwen, frames(1, n), "fp16", r).activations for n in (4096, 8192)] for r in ((), kept))
     assert fused[1] == pytest.approx(2 * fused[0], rel=0.01)
     assert apart[1] == pytest.approx(4 * apart[0], rel=0.1)
-    # 16,384 patches, four heads: every score in float32 and once more in float16.
-    scores = 4 * 16384**2 * 6
+    scores = 4 * 16384**2 * 8  # of 16,384 patches and four heads: all, in float32, before and behind the softmax
     assert scores < apart[0] < 1.1 * scores
+    assert estimate(qwen, frames(1, 4096), "fp32").activations == apart[0]
 
 
-FORMS = ("attention", "matmul")
+@pytest.mark.parametrize("layer", ["blocks", "blocks.1", "blocks.1.attention", "blocks.1.attention.qkv"])
+def test_a_block_whose_attention_stays_in_float32_counts_its_scores(qwen: Tower, layer: str) -> None:
+    fused = estimate(qwen, frames(1, 4096), "fp16").activations
+    assert estimate(qwen, frames(1, 4096), "fp16", (layer,)).activations > 4 * fused
+    for other in ("blocks.1.attention.out", "blocks.1.mlp", "block"):
+        assert estimate(qwen, frames(1, 4096), "fp16", (other,)).activations == fused
 
 
 def test_an_engine_that_cannot_fit_is_refused_with_both_numbers(qwen: Tower) -> None:
     lines: list[str] = []
     profiles = [frames(1, 64), frames(1, 16384)]
-    require_gpu_memory(qwen, profiles, "fp32", "matmul", None, lines.append)
+    require_gpu_memory(qwen, profiles, "fp32", (), None, lines.append)
     assert [line.split(":")[0] for line in lines] == ["profile frames=1"] * 2
     with pytest.raises(BuildError) as caught:
-        require_gpu_memory(qwen, profiles, "fp32", "matmul", 24 * GIB)
+        require_gpu_memory(qwen, profiles, "fp32", (), 24 * GIB)
     text = str(caught.value)
     assert "the profile frames=1:1:1,merged=1:1:16384 needs about " in text
     assert "there are 24.0 GiB: take a smaller one with --profile" in text
-    require_gpu_memory(qwen, profiles[:1], "fp32", "matmul", 24 * GIB)
-    require_gpu_memory(qwen, profiles, "fp16", "attention", 24 * GIB)
+    require_gpu_memory(qwen, profiles[:1], "fp32", (), 24 * GIB)
+    require_gpu_memory(qwen, profiles, "fp16", (), 24 * GIB)
 
 
 def test_a_build_that_this_machine_has_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
