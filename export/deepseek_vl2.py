@@ -122,7 +122,7 @@ class DeepseekVL2Tower(Tower):
         missing = spec.side * spec.merge - spec.grid
         x = F.pad(x, (0, 0, 0, missing, 0, missing))  # zeros at the right and the bottom
         x = x.unflatten(2, (spec.side, spec.merge)).unflatten(1, (spec.side, spec.merge))
-        x = x.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2)  # [tiles, tokens, (hidden, y, x) of a token's patches]
+        x = x.transpose(2, 3).flatten(3).flatten(1, 2)  # [tiles, tokens, (y, x, hidden) of a token's patches]
         first, *others = self.projector
         x = first(x)
         for layer in others:
@@ -193,9 +193,10 @@ class DeepseekVL2Tower(Tower):
 
     @classmethod
     def state_from_tensors(cls, spec: DeepseekVL2Spec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Renames, and changes two shapes: the patch convolution's kernel becomes the rows of a matrix in
-        (channel, y, x) order, and positions lose their batch axis. The attention pool, which the original makes
-        and never runs, is left out."""
+        """Renames, and reorders: the patch convolution's kernel becomes the rows of a matrix in (channel, y, x) order,
+        positions lose their batch axis, and the projector's first layer takes a token's patches as (y, x, hidden), where
+        the original takes (hidden, y, x): so whole patches are moved, not single values. The attention pool, which
+        the original makes and never runs, is left out."""
         state = {name: tensors[name] for name in _EXTRA}
         state["position"] = tensors[f"{_VISION}pos_embed"][0]
         state["embedding.weight"] = tensors[f"{_VISION}patch_embed.proj.weight"].flatten(1)
@@ -209,6 +210,8 @@ class DeepseekVL2Tower(Tower):
             for layer in range(spec.layers):
                 for name, source in renamed.items():
                     state[f"blocks.{layer}.{name}.{kind}"] = tensors[f"{_VISION}blocks.{layer}.{source}.{kind}"]
+        by_value = state["projector.0.weight"].unflatten(1, (spec.hidden, spec.merge**2))
+        state["projector.0.weight"] = by_value.transpose(1, 2).flatten(1)
         return state
 
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
