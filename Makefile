@@ -35,7 +35,10 @@ bench: venv
 	$(BIN)/python -m turbovit bench preprocess --output $(BENCH_DIR)
 	$(BIN)/python -m turbovit bench glue --output $(BENCH_DIR)
 	$(BIN)/python -m turbovit bench serve --output $(BENCH_DIR)
-	$(BIN)/python -m turbovit bench build --family gemma3 --layers 0 --output $(BENCH_DIR)
+	$(BIN)/python -m turbovit bench build --family gemma3 --layers 0 --runtime onnxruntime,tensorrt-rtx \
+		--compute-capability 8.6,8.9,12.0 --output $(BENCH_DIR)
+	$(BIN)/python -m turbovit bench build --family qwen3_vl --image 256x256,512x512,1024x1024,2048x2048 \
+		--output $(BENCH_DIR)/growth
 	$(BIN)/python -m turbovit.benchmarks.readme README.md $(BENCH_DIR)
 
 lint: venv

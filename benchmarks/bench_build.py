@@ -24,6 +24,7 @@ class Options:
 
     Attributes:
         runtimes: to build for, and to load and run where that works here.
+        capabilities: compute capabilities to compile for; empty for this machine's GPU.
         sizes: width and height of the images that are run.
     """
 
@@ -31,6 +32,7 @@ class Options:
     size: str
     layers: int | None
     runtimes: Sequence[str]
+    capabilities: Sequence[str]
     sizes: Sequence[Size]
     rounds: int
     folder: Path
@@ -48,7 +50,13 @@ def bench_build(options: Options, report: Callable[[str], None] = lambda step: N
     for row in families(options.families):
         checkpoint, bundle = sample_and_place(row, options.size, options.layers, options.folder, report)
         report(f"{row.name}: building for {', '.join(options.runtimes)}")
-        figures = in_child("build", checkpoint=checkpoint, bundle=bundle, runtimes=list(options.runtimes))
+        figures = in_child(
+            "build",
+            checkpoint=checkpoint,
+            bundle=bundle,
+            runtimes=list(options.runtimes),
+            capabilities=list(options.capabilities),
+        )
         _add(found, row, "build", ", ".join(options.runtimes), [figures])
         targets = (("seconds", BUILD_SECONDS), ("peak", BUILD_BYTES))
         found.targets += [Target(f"{row.name}: build, {name}", figures[name], bound) for name, bound in targets]

@@ -32,9 +32,11 @@ def in_child(step: str, **arguments: Any) -> dict[str, float]:
 
 def _build(arguments: Mapping[str, Any]) -> float:
     from turbovit.export.build import build
+    from turbovit.export.plan import CompileOptions
 
+    options = CompileOptions(capabilities=tuple(arguments["capabilities"]))
     started = time.perf_counter()
-    build(arguments["checkpoint"], arguments["bundle"], runtimes=arguments["runtimes"])
+    build(arguments["checkpoint"], arguments["bundle"], runtimes=arguments["runtimes"], options=options)
     return time.perf_counter() - started
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from turbovit.engines.errors import InputError
 
-_PLACE = re.compile(r"<!-- bench (\w+) -->\n.*?<!-- end of bench -->", re.DOTALL)
+_PLACE = re.compile(r"<!-- bench ([\w/]+) -->\n.*?<!-- end of bench -->", re.DOTALL)
 
 
 def filled_readme(text: str, folder: Path) -> str:

@@ -131,14 +131,18 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def rate_lines(self) -> list[str]:
-        """One line a matrix product: the rate of each library, the best of the rounds."""
-        lines: dict[str, list[str]] = {}
+        """One line a case: each library's rates of the tower's matrix products, each the best of the rounds."""
+        cases: dict[str, dict[str, list[float]]] = {}
         for one in self.measurements:
             if one.unit == "flop/s":
-                product, library = one.contender.rsplit(", ", 1)
-                rate = f"{library} {max(one.spread.samples) / 1e9:.0f}"
-                lines.setdefault(f"{one.family}, {one.case}: {product} (GFLOP/s)", []).append(rate)
-        return [f"{name}: {', '.join(rates)}" for name, rates in lines.items()]
+                library = one.contender.rsplit(", ", 1)[1]
+                rates = cases.setdefault(f"{one.family}, {one.case}", {}).setdefault(library, [])
+                rates.append(max(one.spread.samples) / 1e9)
+        return [
+            f"{case}: matrix products by shape, GFLOP/s: "
+            + ", ".join(f"{library} {min(rates):.0f} to {max(rates):.0f}" for library, rates in libraries.items())
+            for case, libraries in cases.items()
+        ]
 
     def write(self, folder: Path) -> list[Path]:
         """Write ``<bench>.json`` and ``<bench>.md``; gives their paths."""

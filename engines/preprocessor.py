@@ -60,13 +60,13 @@ class Encoded:
     Attributes:
         features: [tokens, hidden], in prompt order.
         runs: as in `Pixels`: how the tokens are spread over the prompt.
-        deepstack: [levels, tokens, hidden], for families that have it.
+        deepstack: [tokens, hidden] of each level, for families that have levels.
         grid, timestamps: as in `Pixels`.
     """
 
     features: torch.Tensor
     runs: tuple[int, ...]
-    deepstack: torch.Tensor | None = None
+    deepstack: tuple[torch.Tensor, ...] = ()
     grid: Grid | None = None
     timestamps: tuple[float, ...] = ()
 
@@ -132,6 +132,11 @@ def concatenated_outputs(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[st
     return {name: joined([part[name] for part in parts]) for name in parts[0]}
 
 
-def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Tensors joined along an axis; a single one as it is, not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+def joined_levels(items: Sequence[Encoded]) -> list[torch.Tensor]:
+    """[tokens of all items, hidden] of each deepstack level."""
+    return [joined(rows) for rows in zip(*(one.deepstack for one in items), strict=True)]
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors joined along their first axis; a single one as it is, not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

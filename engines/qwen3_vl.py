@@ -96,9 +96,8 @@ class Qwen3VLPreprocessor(Preprocessor):
         return max(1, PATCHES_A_RUN // (height * width))
 
     def encoded_from_rows(self, outputs: Mapping[str, Tensor], pixels: Pixels) -> Encoded:
-        levels = [outputs[f"deepstack_{level}"].flatten(0, 1) for level in range(len(outputs) - 1)]
-        deepstack = torch.stack(levels) if levels else None
-        return Encoded(outputs["features"].flatten(0, 1), pixels.runs, deepstack, pixels.grid, pixels.timestamps)
+        levels = tuple(outputs[f"deepstack_{level}"].flatten(0, 1) for level in range(len(outputs) - 1))
+        return Encoded(outputs["features"].flatten(0, 1), pixels.runs, levels, pixels.grid, pixels.timestamps)
 
     def _patches(self, pixels: np.ndarray) -> tuple[Tensor, Grid]:
         """uint8 [3, height, width] as [patches, 3 * temporal * patch * patch] in merge-block order, and the grid.

@@ -194,9 +194,9 @@ class DeepseekVL2Tower(Tower):
     @classmethod
     def state_from_tensors(cls, spec: DeepseekVL2Spec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Renames, and reorders: the patch convolution's kernel becomes the rows of a matrix in (channel, y, x) order,
-        positions lose their batch axis, and the projector's first layer takes a token's patches as (y, x, hidden), where
-        the original takes (hidden, y, x): so whole patches are moved, not single values. The attention pool, which
-        the original makes and never runs, is left out."""
+        positions lose their batch axis, and the projector's first layer takes a token's patches as (y, x, hidden),
+        where the original takes (hidden, y, x): so whole patches are moved, not single values. The attention pool,
+        which the original makes and never runs, is left out."""
         state = {name: tensors[name] for name in _EXTRA}
         state["position"] = tensors[f"{_VISION}pos_embed"][0]
         state["embedding.weight"] = tensors[f"{_VISION}patch_embed.proj.weight"].flatten(1)

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from turbovit.engines.errors import InputError
-from turbovit.engines.preprocessor import Item, Pixels, joined
+from turbovit.engines.preprocessor import Item, Pixels, joined_levels
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
 from turbovit.lmdeploy_ext.mrope import VisionSpan, mrope_positions
@@ -129,11 +129,10 @@ class CompiledQwen3VL(CompiledVisionModel):
         shapes = chain(*([self._merged(one)] * len(one.runs) for one in items))
         spans = [VisionSpan(begin, rows, columns) for begin, (rows, columns) in zip(begins, shapes, strict=True)]
         positions, delta = mrope_positions(len(ids), spans)
-        levels = [one.deepstack for one in items if one.deepstack is not None]
         meta = {
             "mrope_position_ids": positions,
             "mrope_position_delta": delta,
-            "deepstack_embeds": list(joined(levels, dim=1)) if levels else [],
+            "deepstack_embeds": joined_levels(items),
         }
         return {**request, "input_meta": meta}
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from turbovit.engines.preprocessor import Pixels
+from turbovit.engines.preprocessor import Pixels, joined
 from turbovit.lmdeploy_ext.pytorch_engine.tower import CompiledTowerModel
 
 
@@ -69,6 +68,6 @@ class DeepseekVL2CompiledTower(CompiledTowerModel):
             Pixels(rows=views, group=None, runs=(), grid=(1, rows, columns))
             for views, (columns, rows) in zip(images, images_spatial_crop, strict=True)
         ]
-        features = torch.cat([one.features for one in self.vision.encoder.encode_pixels(items)])
+        features = joined([one.features for one in self.vision.encoder.encode_pixels(items)])
         embeddings = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
         return embeddings.masked_scatter(images_seq_mask[..., None], features.to(embeddings.dtype))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from turbovit.engines.encoder import Encoder
-from turbovit.engines.preprocessor import Pixels
+from turbovit.engines.preprocessor import Pixels, joined, joined_levels
 from turbovit.lmdeploy_ext.pytorch_engine.tower import CompiledTower, CompiledTowerModel
 
 
@@ -44,9 +44,8 @@ class Qwen3VLTower(CompiledTower):
         patches = hidden_states.to(torch.uint8).split([steps * rows * columns for steps, rows, columns in grids])
         items = [self._pixels(own, *grid) for own, grid in zip(patches, grids, strict=True)]
         encoded = self.encoder.encode_pixels(items)
-        features = torch.cat([one.features for one in encoded]).to(self.dtype)
-        levels = [one.deepstack for one in encoded if one.deepstack is not None]
-        return features, list(torch.cat(levels, dim=1).to(self.dtype)) if levels else []
+        features = joined([one.features for one in encoded]).to(self.dtype)
+        return features, [level.to(self.dtype) for level in joined_levels(encoded)]
 
     def _pixels(self, patches: Tensor, steps: int, rows: int, columns: int) -> Pixels:
         tokens = rows * columns // self.spatial_merge_size**2

@@ -128,6 +128,9 @@ def build(
     size: SizeOption = "full",
     layers: LayersOption = 2,
     runtime: Annotated[str, typer.Option(help="Runtimes, separated by commas.")] = "onnxruntime",
+    compute_capability: Annotated[
+        str, typer.Option(help="Compute capabilities for tensorrt-rtx, separated by commas [default: this GPU's].")
+    ] = "",
     image: ImagesOption = "896x896",
     rounds: RoundsOption = 3,
     work: WorkOption = None,
@@ -141,7 +144,8 @@ def build(
         families=_words(family),
         size=size,
         layers=layers or None,
-        runtimes=_words(runtime),
+        runtimes=[name.replace("-", "_") for name in _words(runtime)],
+        capabilities=_words(compute_capability),
         sizes=_sizes(image),
         rounds=rounds,
         folder=_work_folder(work),

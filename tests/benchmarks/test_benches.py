@@ -15,6 +15,7 @@ from turbovit.benchmarks.child import in_child
 from turbovit.benchmarks.report import Report, Target
 from turbovit.benchmarks.subjects import Subject, noise_image
 from turbovit.benchmarks.timing import Spread
+from turbovit.engines.bundle import read_manifest
 from turbovit.engines.errors import BuildError, CertificationError, RuntimeUnavailableError
 
 SIZE = (320, 200)
@@ -100,12 +101,27 @@ def test_a_build_is_measured_in_a_process_of_its_own(tiny_gemma3: Path, tmp_path
     home = tmp_path / "gemma3-tiny-all"
     home.mkdir()
     (home / "checkpoint").symlink_to(tiny_gemma3)
-    options = bench_build.Options(("gemma3",), "tiny", None, ["onnxruntime"], [SIZE], 1, tmp_path)
+    options = bench_build.Options(("gemma3",), "tiny", None, ["onnxruntime"], [], [SIZE], 1, tmp_path)
     found = bench_build.bench_build(options)
     peaks = {one.case: one.spread.median for one in found.measurements if one.unit == "B"}
     assert set(peaks) == {"build", "load", f"load and run {SIZE[0]}x{SIZE[1]}"}
     assert all(1e8 < peak < 6e9 for peak in peaks.values())
     assert len(found.targets) == 3
+
+
+def test_a_build_for_gpus_elsewhere_is_measured_and_what_cannot_run_is_told(tiny_gemma3: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    home = tmp_path / "gemma3-tiny-all"
+    home.mkdir()
+    (home / "checkpoint").symlink_to(tiny_gemma3)
+    options = bench_build.Options(("gemma3",), "tiny", None, ["tensorrt_rtx"], ["8.9", "12.0"], [SIZE], 1, tmp_path)
+    found = bench_build.bench_build(options)
+    assert [(one.case, one.contender) for one in found.measurements if one.unit == "s"] == [("build", "tensorrt_rtx")]
+    if not torch.cuda.is_available():
+        assert [one.contender for one in found.skipped] == ["tensorrt_rtx"]
+    engine = read_manifest(home / "bundle").engine("tensorrt_rtx", "fp16")
+    assert engine is not None
+    assert engine.architectures == ("8.9", "12.0")
 
 
 def test_a_step_that_fails_says_why(tmp_path: Path) -> None:

@@ -64,8 +64,7 @@ def images(*seeds: int) -> list[Image.Image]:
 
 def outputs(one: Encoded) -> Tensor:
     """[1 + levels, tokens, hidden]."""
-    assert one.deepstack is not None
-    return torch.cat([one.features[None], one.deepstack])
+    return torch.stack([one.features, *one.deepstack])
 
 
 def worst_l2(got: Tensor, expected: Tensor) -> float:
@@ -140,8 +139,7 @@ def test_grids_of_16384_patches_equal_the_reference(
 def test_tokens_runs_and_levels(encoder: Encoder) -> None:
     image, video = encoder.encode([picture(0, 640, 480), clip(0, 5, 480, 320)])
     assert image.features.shape == (300, 64)
-    assert image.deepstack is not None
-    assert image.deepstack.shape == (3, 300, 64)
+    assert [level.shape for level in image.deepstack] == [(300, 64)] * 3
     assert (image.runs, image.grid, image.timestamps) == ((300,), (1, 30, 40), ())
     assert (video.runs, video.grid, video.timestamps) == ((150,) * 3, (3, 20, 30), (0.25, 1.25, 2.0))
     assert [len(part) for part in video.embeddings] == [150] * 3
@@ -157,7 +155,7 @@ def test_levels_keep_their_numbers_order(encoder: Encoder) -> None:
 
 def test_a_model_without_levels_gives_none(encoder: Encoder) -> None:
     pixels = encoder.preprocessor.pixels_from_image(picture(0))
-    assert encoder.preprocessor.encoded_from_rows({"features": torch.zeros(1, 64, 2)}, pixels).deepstack is None
+    assert encoder.preprocessor.encoded_from_rows({"features": torch.zeros(1, 64, 2)}, pixels).deepstack == ()
 
 
 def test_batching_changes_no_result(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
