@@ -83,7 +83,7 @@ def _measure_runtime(
             one = in_child("run", bundle=bundle, runtime=runtime, size=size)
             _add(found, row, f"load and run {size[0]}x{size[1]}", runtime, [one])
     except TurbovitError as error:
-        found.skipped.append(Skipped(row.name, runtime, str(error)))
+        found.skip(row.name, runtime, error, options.folder)
 
 
 def _add(found: Report, row: FamilyRow, case: str, what: str, figures: Sequence[dict[str, float]]) -> None:

@@ -100,7 +100,7 @@ def _cases(encoder: object, options: Options, found: Report, family: str) -> Ite
         try:
             case = case_of_images(encoder, size, images)  # type: ignore[arg-type]
         except InputError as error:
-            found.skipped.append(Skipped(family, f"{images} x {size[0]}x{size[1]}", str(error)))
+            found.skip(family, f"{images} x {size[0]}x{size[1]}", error, options.folder)
             continue
         shapes = tuple(tuple(tensor.shape) for tensor in case.inputs.values())
         if shapes not in seen:  # families of fixed geometry make the same of many sizes
@@ -158,7 +158,7 @@ def _contenders(
         try:
             yield name, make()
         except TurbovitError as error:
-            found.skipped.append(Skipped(one.name, name, str(error)))
+            found.skip(one.name, name, error, options.folder)
 
 
 def engine_name(runtime: str) -> str:

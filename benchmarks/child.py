@@ -21,12 +21,13 @@ def in_child(step: str, **arguments: Any) -> dict[str, float]:
     """Run a step of this module in a new process; its ``seconds`` and ``peak`` bytes.
 
     Raises:
-        BuildError: it failed; with the end of what it said.
+        BuildError: it failed; with the last line of what it said.
     """
     command = [sys.executable, "-m", "turbovit.benchmarks.child", json.dumps({"step": step, **arguments}, default=str)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise BuildError(f"{step} failed in a process of its own: {result.stderr.strip()[-2000:]}")
+        last = (result.stderr.strip().splitlines() or [f"it ended with status {result.returncode}"])[-1]
+        raise BuildError(f"{step} failed in a process of its own: {last}")
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -16,8 +16,11 @@ from turbovit.benchmarks.timing import Spread
 
 SCHEMA = 1
 Unit = Literal["s", "B", "flop/s"]
-# Units as people read them: of one, and how it is called.
-_READABLE = {"s": (1e-3, "ms"), "B": (1e6, "MB"), "flop/s": (1e9, "GFLOP/s")}
+# Units as people read them: from which value on, of one, and how it is called. The largest first.
+_READABLE: dict[Unit, tuple[tuple[float, float, str], ...]] = {
+    "s": ((10.0, 1.0, "s"), (0.0, 1e-3, "ms")),
+    "B": ((1e10, 1e9, "GB"), (0.0, 1e6, "MB")),
+}
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,10 @@ class Report:
         """Add one measurement a contender."""
         self.measurements += [Measurement(family, case, name, unit, spread, facts) for name, spread in spreads.items()]
 
+    def skip(self, family: str, contender: str, error: Exception, folder: Path) -> None:
+        """Add what could not run. Reports are published: paths in the error are given from `folder` on."""
+        self.skipped.append(Skipped(family, contender, str(error).replace(f"{folder}/", "")))
+
     def to_json(self) -> dict[str, Any]:
         """Plain data: schema, machine, and all samples with their medians and quartiles."""
         return {
@@ -161,7 +168,7 @@ class Report:
                 continue
             spread = one.spread
             base = first.setdefault((one.family, one.case, one.unit), spread.median)
-            size, unit = _READABLE[one.unit]
+            size, unit = next(row[1:] for row in _READABLE[one.unit] if spread.median >= row[0])
             low, middle, high = (f"{value / size:.4g}" for value in (spread.low, spread.median, spread.high))
             ratio = f"{spread.median / base:.2f}" if base else ""
             rows.append([one.family, one.case, one.contender, f"{middle} {unit}", f"{low} to {high}", ratio])

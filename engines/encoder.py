@@ -35,7 +35,8 @@ _LADDER = (
     ("torch", "cuda"),
     ("onnxruntime", "cpu"),
 )
-_PRECISIONS = {"cuda": ("bf16", "fp16", "fp32"), "cpu": ("fp32", "fp16", "bf16")}
+# Best first. Of the halves float16 is the more exact, and a build makes it only where its range is enough.
+_PRECISIONS = {"cuda": ("fp16", "bf16", "fp32"), "cpu": ("fp32", "fp16", "bf16")}
 TORCH_ENGINE = Engine(runtime="torch", version=torch.__version__, precision="fp32", attention="sdpa", file="")
 
 

@@ -35,6 +35,11 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device).contiguous()
 
 
+def capability_of(device: torch.device) -> str:
+    """Compute capability of a GPU, such as ``8.9``."""
+    return "{}.{}".format(*torch.cuda.get_device_capability(device))
+
+
 class Runner(ABC):
     """Runs one engine of a bundle. Safe to call from several threads.
 
@@ -66,6 +71,20 @@ class Runner(ABC):
     @abstractmethod
     def unavailable(cls, device: torch.device) -> str | None:
         """Why this runtime cannot run on `device` here; None where it can."""
+
+    @classmethod
+    def misfit(cls, engine: Engine, device: torch.device) -> str | None:
+        """Why `engine` cannot load on `device`, as far as its manifest tells; None where it can.
+
+        Args:
+            device: one that `unavailable` has nothing against.
+        """
+        if device.type != "cuda" or not engine.architectures:
+            return None
+        here = capability_of(device)
+        if here in engine.architectures:
+            return None
+        return f"was compiled for other GPUs than this one: for {', '.join(engine.architectures)}, it has {here}"
 
     @property
     @abstractmethod

@@ -18,7 +18,7 @@ from turbovit.engines.commands import build_command
 from turbovit.engines.cuda_graphs import Graphs, ShapeGraph, SideStream, graphs_wanted
 from turbovit.engines.errors import BundleError, EngineRunError, RuntimeUnavailableError
 from turbovit.engines.profiles import profile_for, rows_per_run
-from turbovit.engines.runner import DTYPES, PRECISION_DTYPES, Runner
+from turbovit.engines.runner import DTYPES, PRECISION_DTYPES, Runner, capability_of
 from turbovit.engines.shapes import bind, resolve
 from turbovit.engines.trt_library import (
     DATA_TYPES,
@@ -73,14 +73,15 @@ class TensorRTRunner(Runner):
             raise RuntimeUnavailableError(f"{cls.runtime} cannot run on {device} here: {reason}")
         library = library_from_name(cls.module)
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
         try:
-            require_fit(engine, library.__version__, capability)
+            misfit = cls.misfit(engine, device)
+            if misfit:
+                raise BundleError(f"{engine.file} {misfit}")
             with torch.cuda.device(device):
                 loaded = LoadedEngine(library, bundle.file(engine.file).read_bytes(), engine.file)
                 return cls(bundle.manifest, engine, loaded, SideStream(device), graphs_wanted())
         except BundleError as error:
-            found = f"{library.__version__} and {torch.cuda.get_device_name(device)} with {capability}"
+            found = f"{library.__version__} and {torch.cuda.get_device_name(device)} with {capability_of(device)}"
             remedy = build_command(bundle.manifest.source.name, bundle.path, cls.runtime, engine.precision)
             raise BundleError(
                 f"{error}. It was built for {engine.runtime} {engine.version} and compute capability "
@@ -102,6 +103,13 @@ class TensorRTRunner(Runner):
         except Exception as error:  # whatever loading its shared libraries raises
             return f"{cls.module} does not import: {error}"
         return None
+
+    @classmethod
+    def misfit(cls, engine: Engine, device: torch.device) -> str | None:
+        version = library_from_name(cls.module).__version__
+        if engine.version.split(".")[0] != version.split(".")[0]:
+            return f"was compiled by another major version of {engine.runtime}: by {engine.version}, here is {version}"
+        return super().misfit(engine, device)
 
     @property
     def description(self) -> str:
@@ -248,22 +256,6 @@ class TensorRTRTXRunner(TensorRTRunner):
         config.set_execution_context_allocation_strategy(library.ExecutionContextAllocationStrategy.USER_MANAGED)
         config.dynamic_shapes_kernel_specialization_strategy = library.DynamicShapesKernelSpecializationStrategy.EAGER
         return self._created(loaded, engine.create_execution_context(config))
-
-
-def require_fit(engine: Engine, version: str, capability: str) -> None:
-    """Refuse an engine that cannot load, as far as its manifest tells.
-
-    Args:
-        version: of the installed library.
-        capability: compute capability of the GPU, such as ``"8.9"``.
-
-    Raises:
-        BundleError: it was compiled for other GPUs, or by another major version.
-    """
-    if engine.architectures and capability not in engine.architectures:
-        raise BundleError(f"{engine.file} was compiled for other GPUs than this one")
-    if engine.version.split(".")[0] != version.split(".")[0]:
-        raise BundleError(f"{engine.file} was compiled by another major version of {engine.runtime}")
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from turbovit.engines.commands import build_command
 from turbovit.engines.encoder import RUNNERS
 from turbovit.engines.errors import BuildError, BundleError, RuntimeUnavailableError
 from turbovit.engines.families import FamilyRow, family_from_architecture, load
+from turbovit.engines.runner import PRECISION_DTYPES
 from turbovit.engines.store import bundles_folder
 from turbovit.export.checkpoint import Checkpoint, open_checkpoint
 from turbovit.export.memory import require_gpu_memory
@@ -25,7 +26,7 @@ from turbovit.export.profiles import profile_from_text
 from turbovit.export.targets import COMPILED, architectures, gpu_memory_here, library_version
 from turbovit.export.tower import Tower, described_tower, source_from_checkpoint
 
-PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+PRECISIONS = {name: str(dtype).removeprefix("torch.") for name, dtype in PRECISION_DTYPES.items()}  # ONNX's names
 # Forms of attention by runtime and precision, best first: the first that builds and certifies is taken. `matmul` says
 # that its softmax is in float32, and in half precision the compiler makes one kernel of it, as of the node. What that
 # one computes its softmax in is up to the compiler, which has no kernel for it in float32.

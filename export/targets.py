@@ -81,7 +81,9 @@ def gpu_memory_here() -> int | None:
 def _capability_here() -> str | None:
     import torch
 
-    return "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    from turbovit.engines.runner import capability_of
+
+    return capability_of(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
 def _known_to_rtx() -> list[str]:

@@ -11,8 +11,8 @@ from turbovit.lmdeploy_ext.capability import State
 from turbovit.lmdeploy_ext.diagnosis import Diagnosis
 from turbovit.lmdeploy_ext.model_doctor import diagnose_model
 
-_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "lmdeploy", "tensorrt")
-_OPTIONAL = ("onnxruntime", "onnxruntime-gpu", "lmdeploy", "tensorrt")
+_NEEDED = ("torch", "transformers", "onnx", "onnxscript")
+_OPTIONAL = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu12", "polygraphy", "lmdeploy")
 
 
 def diagnose(model: str | None = None) -> list[Diagnosis]:
@@ -45,7 +45,7 @@ def _machine() -> list[Diagnosis]:
 
 def _packages() -> list[Diagnosis]:
     found = []
-    for name in _PACKAGES:
+    for name in (*_NEEDED, *_OPTIONAL):
         try:
             found.append(Diagnosis("package", name, "have", version(name)))
         except PackageNotFoundError:

@@ -86,11 +86,8 @@ def _engine_here(engine: Engine) -> tuple[State, str]:
         return "missing", f"this turbovit has no {engine.runtime}"
     reasons = []
     for device in ("cuda", "cpu"):
-        reason = load(RUNNERS[engine.runtime]).unavailable(torch.device(device))
-        if reason is None and device == "cuda" and engine.architectures:
-            here = ".".join(map(str, torch.cuda.get_device_capability()))
-            if here not in engine.architectures:
-                reason = f"built for compute capability {', '.join(engine.architectures)}, this GPU has {here}"
+        runner, place = load(RUNNERS[engine.runtime]), torch.device(device)
+        reason = runner.unavailable(place) or runner.misfit(engine, place)
         if reason is None:
             return "have", f"runs on {device} here"
         reasons.append(f"not on {device}: {reason}")

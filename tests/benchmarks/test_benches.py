@@ -152,6 +152,16 @@ def test_a_report_is_written_and_plotted(tmp_path: Path) -> None:
     assert str(found.machine["cpu"]) in markdown
 
 
+def test_figures_are_in_units_that_people_read_and_no_path_of_the_machine_is_published(tmp_path: Path) -> None:
+    found = Report("build", {})
+    for case, unit, value in (("a", "s", 9.99), ("b", "s", 165.8), ("c", "B", 5.13e9), ("d", "B", 1.8e10)):
+        found.add("f", case, unit, {"x": Spread((value,))})
+    rows = [line for line in found.markdown().splitlines() if line.startswith("| f |")]
+    assert [row.split(" | ")[3] for row in rows] == ["9990 ms", "165.8 s", "5130 MB", "18 GB"]
+    found.skip("f", "y", BuildError(f"{tmp_path}/gemma3/bundle cannot run"), tmp_path)
+    assert found.skipped[0].reason == "gemma3/bundle cannot run"
+
+
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from turbovit.benchmarks.plots import require_matplotlib
 

@@ -26,5 +26,5 @@ def test_a_readme_without_places_is_an_error(tmp_path: Path) -> None:
 
 def test_ours_has_a_place_for_every_benchmark() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    for name in ("encoder", "preprocess", "glue", "serve", "build"):
+    for name in ("encoder", "growth/encoder", "preprocess", "glue", "serve", "build", "growth/build"):
         assert text.count(f"<!-- bench {name} -->") == 1

@@ -261,7 +261,7 @@ def test_a_chosen_runtime_without_an_engine_names_the_build(machine: Machine, ti
 
 @pytest.mark.parametrize(
     ("device", "there", "taken"),
-    [("cuda", ("fp32", "fp16", "bf16"), "bf16"), ("cuda", ("fp32", "fp16"), "fp16"), ("cpu", ("fp16", "fp32"), "fp32")],
+    [("cuda", ("fp32", "bf16", "fp16"), "fp16"), ("cuda", ("fp32", "bf16"), "bf16"), ("cpu", ("fp16", "fp32"), "fp32")],
 )
 def test_the_precision_suits_the_device(
     device: str,

@@ -24,7 +24,7 @@ def rtx() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU as torch would see it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_a_bundle_of_another_model_is_said(
             {"architectures": ("8.9", "12.0")},
             True,
             "missing",
-            "built for compute capability 8.9, 12.0, this GPU has 9.0",
+            "not on cuda: was compiled for other GPUs than this one: for 8.9, 12.0, it has 9.0",
         ),
         ({"architectures": ("8.9", "9.0")}, True, "have", "runs on cuda here"),
         ({}, True, "have", "runs on cuda here"),
@@ -144,7 +144,7 @@ def test_an_engine_is_compared_with_the_machine(
         return None if cuda and device.type == "cuda" else "no reason"
 
     monkeypatch.setattr(OnnxRuntimeRunner, "unavailable", unavailable)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     engine = replace(tiny_gemma3_bundle.manifest.engines[0], **change)
     got, detail = model_doctor._engine_here(engine)
     assert got == state
