@@ -27,7 +27,7 @@ engines: venv
 test: venv
 	$(BIN)/python -m pytest
 
-# The README's figures. About half an hour on two cores that do nothing else, and 6 GB in the store.
+# The README's figures. About three quarters of an hour on two cores that do nothing else, and 9 GB in the store.
 bench: venv
 	$(BIN)/python -m turbovit bench encoder --batch 1,2 --output $(BENCH_DIR)
 	$(BIN)/python -m turbovit bench encoder --family qwen3_vl --image 256x256,512x512,1024x1024,2048x2048 --rounds 3 \

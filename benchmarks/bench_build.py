@@ -10,7 +10,6 @@ from turbovit.benchmarks.child import in_child
 from turbovit.benchmarks.report import Report, Skipped, Target
 from turbovit.benchmarks.subjects import Size, families, sample_and_place
 from turbovit.benchmarks.timing import Spread
-from turbovit.engines.encoder import RUNNERS
 from turbovit.engines.errors import TurbovitError
 from turbovit.engines.families import FamilyRow
 
@@ -23,7 +22,7 @@ class Options:
     """What to measure.
 
     Attributes:
-        runtimes: to build for, and to load and run where that works here.
+        runtimes: to build for, by their names in a manifest, and to load and run where that works here.
         capabilities: compute capabilities to compile for; empty for this machine's GPU.
         sizes: width and height of the images that are run.
     """
@@ -46,7 +45,7 @@ def bench_build(options: Options, report: Callable[[str], None] = lambda step: N
     Raises:
         BuildError: a build failed.
     """
-    found = Report("build", {name: value for name, value in vars(options).items() if name != "folder"})
+    found = Report.of("build", options)
     for row in families(options.families):
         checkpoint, bundle = sample_and_place(row, options.size, options.layers, options.folder, report)
         report(f"{row.name}: building for {', '.join(options.runtimes)}")
@@ -68,9 +67,6 @@ def bench_build(options: Options, report: Callable[[str], None] = lambda step: N
 def _measure_runtime(
     row: FamilyRow, bundle: Path, runtime: str, options: Options, found: Report, report: Callable[[str], None]
 ) -> None:
-    if runtime not in RUNNERS:
-        found.skipped.append(Skipped(row.name, runtime, f"there is no runner of this name: {', '.join(RUNNERS)}"))
-        return
     try:
         report(f"{row.name}: loading with {runtime}")
         in_child("load", bundle=bundle, runtime=runtime)  # files come into the page cache
@@ -83,7 +79,7 @@ def _measure_runtime(
             one = in_child("run", bundle=bundle, runtime=runtime, size=size)
             _add(found, row, f"load and run {size[0]}x{size[1]}", runtime, [one])
     except TurbovitError as error:
-        found.skip(row.name, runtime, error, options.folder)
+        found.skipped.append(Skipped(row.name, runtime, str(error)))
 
 
 def _add(found: Report, row: FamilyRow, case: str, what: str, figures: Sequence[dict[str, float]]) -> None:

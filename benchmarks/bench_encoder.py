@@ -80,7 +80,7 @@ def bench_encoder(
     Raises:
         CertificationError: a contender's outputs are not those of the first one; nothing was timed.
     """
-    found = Report("encoder", {name: value for name, value in vars(options).items() if name != "folder"})
+    found = Report.of("encoder", options)
     for row in families(options.families):
         one = subject(row, options.size, options.layers, options.folder, report)
         with closing(one.encoder()) as encoder:
@@ -100,7 +100,7 @@ def _cases(encoder: object, options: Options, found: Report, family: str) -> Ite
         try:
             case = case_of_images(encoder, size, images)  # type: ignore[arg-type]
         except InputError as error:
-            found.skip(family, f"{images} x {size[0]}x{size[1]}", error, options.folder)
+            found.skipped.append(Skipped(family, f"{images} x {size[0]}x{size[1]}", str(error)))
             continue
         shapes = tuple(tuple(tensor.shape) for tensor in case.inputs.values())
         if shapes not in seen:  # families of fixed geometry make the same of many sizes
@@ -158,7 +158,7 @@ def _contenders(
         try:
             yield name, make()
         except TurbovitError as error:
-            found.skip(one.name, name, error, options.folder)
+            found.skipped.append(Skipped(one.name, name, str(error)))
 
 
 def engine_name(runtime: str) -> str:

@@ -52,7 +52,7 @@ def bench_glue(options: Options, report: Callable[[str], None] = lambda step: No
     Raises:
         CertificationError: the request's features are not those of the engine run by itself; nothing was timed.
     """
-    found = Report("glue", {name: value for name, value in vars(options).items() if name != "folder"})
+    found = Report.of("glue", options)
     for row in families(options.families):
         one = subject(row, options.size, options.layers, options.folder, report)
         side = LMDeploySide(one.checkpoint, one.bundle.path)

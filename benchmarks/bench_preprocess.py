@@ -49,7 +49,7 @@ def bench_preprocess(options: Options, report: Callable[[str], None] = lambda st
     Raises:
         CertificationError: our pixels are not those of the family's processor; nothing was timed.
     """
-    found = Report("preprocess", {name: value for name, value in vars(options).items() if name != "folder"})
+    found = Report.of("preprocess", options)
     for size in options.sizes:
         report(f"decoding {size[0]}x{size[1]}")
         _measure_decoding(size, options.rounds, found)

@@ -56,7 +56,7 @@ def bench_serve(options: Options, report: Callable[[str], None] = lambda step: N
     Raises:
         CertificationError: a request among others differs from the same request alone; nothing was timed.
     """
-    found = Report("serve", {name: value for name, value in vars(options).items() if name != "folder"})
+    found = Report.of("serve", options)
     for row in families(options.families):
         one = subject(row, options.size, options.layers, options.folder, report)
         side = LMDeploySide(one.checkpoint, one.bundle.path)

@@ -1,6 +1,6 @@
 """One step in a process of its own, so that its peak memory is its own: ``python -m turbovit.benchmarks.child``.
 
-Takes a JSON object as its argument, and prints one as its last line: seconds and peak bytes.
+Takes a JSON object as its argument, and prints one as its last line: seconds and peak bytes, or an error.
 """
 
 from __future__ import annotations
@@ -13,22 +13,27 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from turbovit.engines.errors import BuildError
+from turbovit.engines.errors import BuildError, TurbovitError
 from turbovit.export.compile_child import peak_bytes
+
+_LAST_LINES = 3
 
 
 def in_child(step: str, **arguments: Any) -> dict[str, float]:
     """Run a step of this module in a new process; its ``seconds`` and ``peak`` bytes.
 
     Raises:
-        BuildError: it failed; with the last line of what it said.
+        BuildError: it failed; with its own error, or how it ended and what it said last.
     """
     command = [sys.executable, "-m", "turbovit.benchmarks.child", json.dumps({"step": step, **arguments}, default=str)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        last = (result.stderr.strip().splitlines() or [f"it ended with status {result.returncode}"])[-1]
-        raise BuildError(f"{step} failed in a process of its own: {last}")
-    return json.loads(result.stdout.splitlines()[-1])
+        said = "; ".join(result.stderr.strip().splitlines()[-_LAST_LINES:])
+        raise BuildError(f"{step} ended with status {result.returncode} in a process of its own: {said}")
+    answer = json.loads(result.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise BuildError(f"{step} failed in a process of its own: {answer['error']}")
+    return answer
 
 
 def _build(arguments: Mapping[str, Any]) -> float:
@@ -67,7 +72,11 @@ STEPS: dict[str, Callable[[Mapping[str, Any]], float]] = {"build": _build, "load
 def main() -> None:
     """Run the step that the command line names."""
     arguments = json.loads(sys.argv[1])
-    seconds = STEPS[arguments["step"]](arguments)
+    try:
+        seconds = STEPS[arguments["step"]](arguments)
+    except TurbovitError as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        return
     compilers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # they run in processes of their own
     peak = max(peak_bytes(), compilers)
     print(json.dumps({"seconds": seconds, "peak": peak}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -18,8 +19,8 @@ SCHEMA = 1
 Unit = Literal["s", "B", "flop/s"]
 # Units as people read them: from which value on, of one, and how it is called. The largest first.
 _READABLE: dict[Unit, tuple[tuple[float, float, str], ...]] = {
-    "s": ((10.0, 1.0, "s"), (0.0, 1e-3, "ms")),
-    "B": ((1e10, 1e9, "GB"), (0.0, 1e6, "MB")),
+    "s": ((10.0, 1.0, "s"), (-math.inf, 1e-3, "ms")),
+    "B": ((1e10, 1e9, "GB"), (-math.inf, 1e6, "MB")),
 }
 
 
@@ -84,7 +85,11 @@ class Target:
 
 @dataclass
 class Report:
-    """Everything that one benchmark command found."""
+    """Everything that one benchmark command found.
+
+    Attributes:
+        folder: that was worked in; its path is not published.
+    """
 
     bench: str
     settings: Mapping[str, Any]
@@ -94,15 +99,18 @@ class Report:
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=machine_facts)
+    folder: Path | None = None
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+    @classmethod
+    def of(cls, bench: str, options: Any) -> Report:
+        """Of a command's options, a dataclass with the folder to work in."""
+        settings = dict(vars(options))
+        return cls(bench, folder=settings.pop("folder"), settings=settings)
 
     def add(self, family: str, case: str, unit: Unit, spreads: Mapping[str, Spread], **facts: float | str) -> None:
         """Add one measurement a contender."""
         self.measurements += [Measurement(family, case, name, unit, spread, facts) for name, spread in spreads.items()]
-
-    def skip(self, family: str, contender: str, error: Exception, folder: Path) -> None:
-        """Add what could not run. Reports are published: paths in the error are given from `folder` on."""
-        self.skipped.append(Skipped(family, contender, str(error).replace(f"{folder}/", "")))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: schema, machine, and all samples with their medians and quartiles."""
@@ -113,7 +121,7 @@ class Report:
             "machine": self.machine,
             "settings": dict(self.settings),
             "measurements": [_measurement_json(one) for one in self.measurements],
-            "skipped": [asdict(one) for one in self.skipped],
+            "skipped": [asdict(one) | {"reason": self._published(one.reason)} for one in self.skipped],
             "equal": [asdict(one) for one in self.equal],
             "targets": [asdict(one) | {"met": one.met} for one in self.targets],
             "notes": self.notes,
@@ -159,6 +167,14 @@ class Report:
         for path, text in zip(paths, texts.values(), strict=True):
             path.write_text(text, encoding="utf-8")
         return paths
+
+    def _published(self, text: str) -> str:
+        """`text` without the path of the folder that was worked in."""
+        if self.folder is None:
+            return text
+        for folder in (self.folder.resolve(), self.folder.absolute()):
+            text = text.replace(str(folder), "$WORK")
+        return text
 
     def _rows(self) -> list[list[str]]:
         first: dict[tuple[str, str, str], float] = {}

@@ -84,7 +84,7 @@ class Runner(ABC):
         here = capability_of(device)
         if here in engine.architectures:
             return None
-        return f"was compiled for other GPUs than this one: for {', '.join(engine.architectures)}, it has {here}"
+        return f"was compiled for compute capability {', '.join(engine.architectures)}, this GPU has {here}"
 
     @property
     @abstractmethod

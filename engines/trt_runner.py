@@ -108,7 +108,7 @@ class TensorRTRunner(Runner):
     def misfit(cls, engine: Engine, device: torch.device) -> str | None:
         version = library_from_name(cls.module).__version__
         if engine.version.split(".")[0] != version.split(".")[0]:
-            return f"was compiled by another major version of {engine.runtime}: by {engine.version}, here is {version}"
+            return f"was compiled by {engine.runtime} {engine.version}, here is another major version: {version}"
         return super().misfit(engine, device)
 
     @property

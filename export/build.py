@@ -262,7 +262,7 @@ def _compiled(plan: Plan, bundle: Bundle, new: EnginePlan, form: str, report: Re
     """Compile the graph; the name of the engine's file."""
     tower, folder = plan.described(), bundle.path
     require_gpu_memory(tower, new.profiles, new.precision, new.fp32_layers, plan.gpu_memory, report)
-    weights = weight_bytes(tower, new.precision)
+    weights = weight_bytes(tower, new.precision, new.fp32_layers)
     require_build_memory(weights)
     _require_space(folder, weights)
     # The old engine stays until the manifest names the new one.

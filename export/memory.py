@@ -17,7 +17,7 @@ from turbovit.export.tower import Tower
 
 GIB = 2**30
 _FLOAT32 = 4
-# TensorRT-RTX 1.7 compiling full-size towers in float16 took 3.6 to 3.8 times the weights.
+# TensorRT-RTX 1.7 compiling full-size towers in float16 took 3.7 to 4.0 times the weights, this included.
 _COMPILER_WEIGHTS = 4
 _COMPILER_BASE = GIB // 2
 
@@ -40,17 +40,22 @@ class Estimate:
         )
 
 
-def weight_bytes(tower: Tower, precision: str) -> int:
+def weight_bytes(tower: Tower, precision: str, fp32_layers: Sequence[str] = ()) -> int:
     """Bytes of the tower's weights in a precision; the tower needs none itself (it may be on the meta device)."""
-    return PRECISION_DTYPES[precision].itemsize * sum(parameter.numel() for parameter in tower.parameters())
+    kept, item = _prefixes(fp32_layers), PRECISION_DTYPES[precision].itemsize
+    return sum(
+        parameter.numel() * (_FLOAT32 if name.startswith(kept) else item)
+        for name, parameter in tower.named_parameters()
+    )
 
 
 def estimate(tower: Tower, profile: Profile, precision: str, fp32_layers: Sequence[str] = ()) -> Estimate:
     """What one run takes at the profile's largest shapes, on the careful side.
 
     Counted are the weights, the inputs and outputs, and the widest point: a block's residual stream, norm in float32
-    and either q, k, v and their mix or both sides of the GELU. Attention in half precision is one kernel; in float32
-    compilers have none, and all scores are counted on both sides of the softmax.
+    and either q, k, v and their mix or both sides of the GELU. TensorRT-RTX makes one kernel of attention in half
+    precision, and TensorRT is taken to; in float32 they have none, and all scores are counted on both sides of the
+    softmax. Where a layer stays in float32, all activations are counted as float32.
 
     Args:
         fp32_layers: paths of the layers that stay in float32.
@@ -59,19 +64,24 @@ def estimate(tower: Tower, profile: Profile, precision: str, fp32_layers: Sequen
     spec, item = tower.spec, PRECISION_DTYPES[precision].itemsize
     rows = sizes[str(tower.inputs()[0].shape[0])]
     tokens = tower.tokens(sizes)
-    scores = 0
-    if precision == "fp32" or _keeps_attention_in_float32(tower, fp32_layers):
-        item, scores = _FLOAT32, 2 * _FLOAT32 * spec.heads * tokens**2
+    if fp32_layers:
+        item = _FLOAT32
+    whole = precision == "fp32" or _keeps_attention_in_float32(tower, fp32_layers)
+    scores = 2 * _FLOAT32 * spec.heads * tokens**2 if whole else 0
     widest = max(4 * spec.hidden, 2 * spec.inner)
     block = rows * (tokens * (item * (2 * spec.hidden + widest) + _FLOAT32 * spec.hidden) + scores)
     pixels = 2 * _FLOAT32 * prod(resolve(tower.inputs()[0].shape, sizes))
     ends = _bytes(tower.inputs(), sizes) + _bytes(tower.outputs("float32"), sizes)
-    return Estimate(weight_bytes(tower, precision), max(block, pixels) + ends)
+    return Estimate(weight_bytes(tower, precision, fp32_layers), max(block, pixels) + ends)
+
+
+def _prefixes(paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{path}." for path in paths)
 
 
 def _keeps_attention_in_float32(tower: Tower, fp32_layers: Sequence[str]) -> bool:
     """Whether a block's q, k and v come from a projection that stays in float32."""
-    kept = tuple(f"{path}." for path in fp32_layers)
+    kept = _prefixes(fp32_layers)
     blocks = [name for name, module in tower.named_modules() if isinstance(module, Attention)]
     return any(f"{name}.qkv.".startswith(kept) for name in blocks)
 
@@ -98,8 +108,8 @@ def require_gpu_memory(
         if limit is not None and needed.total > limit:
             raise BuildError(
                 f"the profile {text_from_profile(profile)} needs about {needed} on the GPU in {precision}, "
-                f"there are {limit / GIB:.1f} GiB: take a smaller one with --profile, "
-                f"or lower --max-images or --max-pixels"
+                f"there are {limit / GIB:.1f} GiB: take a smaller one with --profile, lower --max-images or "
+                f"--max-pixels, or leave attention, whose scores count in float32, in half precision"
             )
 
 

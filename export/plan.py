@@ -28,8 +28,8 @@ from turbovit.export.tower import Tower, described_tower, source_from_checkpoint
 
 PRECISIONS = {name: str(dtype).removeprefix("torch.") for name, dtype in PRECISION_DTYPES.items()}  # ONNX's names
 # Forms of attention by runtime and precision, best first: the first that builds and certifies is taken. `matmul` says
-# that its softmax is in float32, and in half precision the compiler makes one kernel of it, as of the node. What that
-# one computes its softmax in is up to the compiler, which has no kernel for it in float32.
+# that its softmax is in float32, and in half precision TensorRT-RTX makes one kernel of it, as of the node. What that
+# one computes its softmax in is up to the compiler, which has no kernel for it in float32. TensorRT is untried.
 _SAID_IN_FLOAT32 = {"fp32": ("matmul",), "fp16": ("matmul", "attention"), "bf16": ("matmul", "attention")}
 ATTENTION_FORMS: dict[str, dict[str, tuple[str, ...]]] = {
     "onnxruntime": dict.fromkeys(PRECISIONS, ("multihead",)),

@@ -15,12 +15,12 @@ bench_app = typer.Typer(help="Measure, side by side, what it costs on this machi
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
-FamilyOption = Annotated[str, typer.Option("--family", help="Families, separated by commas [default: all].")]
+FamilyOption = Annotated[str, typer.Option("--family", help="Families, separated by commas; by default all.")]
 SizeOption = Annotated[str, typer.Option(help="tiny, small or full: the width of the towers.")]
 LayersOption = Annotated[int, typer.Option(help="Layers of the towers, so that it takes less time; 0: all of them.")]
 RoundsOption = Annotated[int, typer.Option(help="How often everything is timed, in turns.")]
 ImagesOption = Annotated[str, typer.Option("--image", help="Image sizes, WIDTHxHEIGHT, separated by commas.")]
-WorkOption = Annotated[Path | None, typer.Option(help="Where checkpoints and bundles go [default: the store].")]
+WorkOption = Annotated[Path | None, typer.Option(help="Where checkpoints and bundles go; by default the store.")]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write JSON, a markdown table and plots to this folder.")
 ]
@@ -35,7 +35,7 @@ def encoder(
     image: ImagesOption = "896x896",
     batch: Annotated[str, typer.Option(help="Images of the first size in one run, separated by commas.")] = "1",
     rounds: RoundsOption = 7,
-    contender: Annotated[str, typer.Option(help="Parts of names of what is compared [default: all].")] = "",
+    contender: Annotated[str, typer.Option(help="Parts of names of what is compared; by default all.")] = "",
     work: WorkOption = None,
     output: OutputOption = None,
     as_json: JsonOption = False,
@@ -129,7 +129,7 @@ def build(
     layers: LayersOption = 2,
     runtime: Annotated[str, typer.Option(help="Runtimes, separated by commas.")] = "onnxruntime",
     compute_capability: Annotated[
-        str, typer.Option(help="Compute capabilities for tensorrt-rtx, separated by commas [default: this GPU's].")
+        str, typer.Option(help="Compute capabilities for tensorrt-rtx, separated by commas; by default this GPU's.")
     ] = "",
     image: ImagesOption = "896x896",
     rounds: RoundsOption = 3,

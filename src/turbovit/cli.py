@@ -66,7 +66,7 @@ def sample(
     directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist or be empty.")],
     size: Annotated[str, typer.Option(help="tiny, small or full.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
-    layers: Annotated[int | None, typer.Option(help="Of the vision tower [default: as many as the size has].")] = None,
+    layers: Annotated[int | None, typer.Option(help="Of the vision tower; by default as many as the size has.")] = None,
 ) -> None:
     """Write a synthetic checkpoint: real geometry, random weights, its own tokenizer."""
     from turbovit.export.samples import write_sample
@@ -95,14 +95,14 @@ def build(
         str | None,
         typer.Option(
             metavar="8.6,8.9,...",
-            help="GPUs that tensorrt-rtx compiles for; none need be here [default: the one here].",
+            help="GPUs that tensorrt-rtx compiles for; none need be here; by default the one here.",
         ),
     ] = None,
     profile: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SYMBOL=MIN:OPT:MAX,...",
-            help="Input shapes to compile for; give it several times for several [default: the family's own].",
+            help="Input shapes to compile for; give it several times for several; by default the family's own.",
         ),
     ] = None,
     gpu_memory: Annotated[

@@ -70,9 +70,19 @@ def test_an_engine_of_the_bundle_opens(
     assert library.data == b"engine"
 
 
+OTHER_GPU = "compute capability 8.9, 12.0, this GPU has 9.0"
+OTHER_VERSION = "tensorrt 11.4.0, here is another major version: 10.16.0"
 REFUSED = {
-    "GPU": ({"architectures": ("8.9", "12.0")}, "other GPUs than this one", "10.14.1 and compute capability 8.9, 12.0"),
-    "version": ({"version": "11.4.0"}, "another major version of tensorrt", "11.4.0 and compute capability 8.9, 9.0"),
+    "GPU": (
+        {"architectures": ("8.9", "12.0")},
+        "compute capability 8.9, 12.0, this GPU has 9.0",
+        "10.14.1 and compute capability 8.9, 12.0",
+    ),
+    "version": (
+        {"version": "11.4.0"},
+        "tensorrt 11.4.0, here is another major version: 10.16.0",
+        "11.4.0 and compute capability 8.9, 9.0",
+    ),
     "library": ({}, "does not load: Serialization assertion", "10.14.1 and compute capability 8.9, 9.0"),
 }
 

@@ -1,8 +1,8 @@
 """What TensorRT-RTX makes of a graph, by its own log: ``rtx_layers.py``, with a JSON object on stdin.
 
 Takes ``graph``, ``capability`` (such as ``89``) and ``shapes``: one a profile, of (smallest, optimal, largest) by
-input. Prints the names of the engine's layers and the bytes of activations of each profile. In a process of its own,
-as a compiler may end its process.
+input; the rest is configured as in `turbovit.export.compile_child`. Prints the names of the engine's layers and the
+bytes of activations of each profile. In a process of its own, as a compiler may end its process.
 """
 
 from __future__ import annotations

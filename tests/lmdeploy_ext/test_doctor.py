@@ -124,7 +124,7 @@ def test_a_bundle_of_another_model_is_said(
             {"architectures": ("8.9", "12.0")},
             True,
             "missing",
-            "not on cuda: was compiled for other GPUs than this one: for 8.9, 12.0, it has 9.0",
+            "not on cuda: was compiled for compute capability 8.9, 12.0, this GPU has 9.0",
         ),
         ({"architectures": ("8.9", "9.0")}, True, "have", "runs on cuda here"),
         ({}, True, "have", "runs on cuda here"),
