@@ -8,15 +8,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from turbovit.engines import trt_runner
 from turbovit.engines.bundle import Bundle
 from turbovit.engines.families import FAMILIES, family_from_name, load
 from turbovit.engines.ort_runner import OnnxRuntimeRunner
+from turbovit.engines.trt_runner import TensorRTRunner
 from turbovit.export.checkpoint import INDEX, SINGLE
 from turbovit.lmdeploy_ext import memory, model_doctor, pytorch_capability
 from turbovit.lmdeploy_ext.bundle_choice import BUNDLE_VARIABLE
@@ -115,6 +118,24 @@ def test_a_bundle_of_another_model_is_said(
     line = report(tiny_gemma3)[VISION, "vision weights"]
     assert line.state == "missing"
     assert "was built from" in line.detail
+
+
+def test_a_compiled_engine_is_compared_with_the_library_and_the_gpu(
+    tiny_gemma3_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TensorRTRunner, "unavailable", lambda device: None if device.type == "cuda" else "no reason")
+    monkeypatch.setattr(trt_runner, "library_from_name", lambda module: SimpleNamespace(__version__="10.16.0"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    built = replace(tiny_gemma3_bundle.manifest.engines[0], runtime="tensorrt", version="10.14.1")
+    expected = {
+        ("10.14.1", "9.0"): ("have", "runs on cuda here"),
+        ("11.4.0", "9.0"): ("missing", "compiled by tensorrt 11.4.0, here is another major version: 10.16.0"),
+        ("10.14.1", "8.9"): ("missing", "compiled for compute capability 8.9, this GPU has 9.0"),
+    }
+    for (version, capability), (state, words) in expected.items():
+        got, detail = model_doctor._engine_here(replace(built, version=version, architectures=(capability,)))
+        assert got == state
+        assert words in detail
 
 
 @pytest.mark.parametrize(
