@@ -22,7 +22,7 @@ class Options:
     """What to measure.
 
     Attributes:
-        runtimes: to build for, by their names in a manifest, and to load and run where that works here.
+        runtimes: to build for, and to load and run where that works here.
         capabilities: compute capabilities to compile for; empty for this machine's GPU.
         sizes: width and height of the images that are run.
     """

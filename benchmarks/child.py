@@ -15,8 +15,7 @@ from typing import Any
 
 from turbovit.engines.errors import BuildError, TurbovitError
 from turbovit.export.compile_child import peak_bytes
-
-_LAST_LINES = 3
+from turbovit.export.to_tensorrt import LAST_LINES, ending
 
 
 def in_child(step: str, **arguments: Any) -> dict[str, float]:
@@ -28,8 +27,8 @@ def in_child(step: str, **arguments: Any) -> dict[str, float]:
     command = [sys.executable, "-m", "turbovit.benchmarks.child", json.dumps({"step": step, **arguments}, default=str)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        said = "; ".join(result.stderr.strip().splitlines()[-_LAST_LINES:])
-        raise BuildError(f"{step} ended with status {result.returncode} in a process of its own: {said}")
+        said = "; ".join(result.stderr.strip().splitlines()[-LAST_LINES:])
+        raise BuildError(f"{step} {ending(result.returncode)} in a process of its own: {said}")
     answer = json.loads(result.stdout.splitlines()[-1])
     if "error" in answer:
         raise BuildError(f"{step} failed in a process of its own: {answer['error']}")

@@ -27,7 +27,7 @@ from turbovit.engines.store import bundles_folder, file_sha256
 from turbovit.export.atomic import folder_in_one_step, remove_leftovers
 from turbovit.export.certify import certified, with_engine, write_reference
 from turbovit.export.islands import islands_from_file
-from turbovit.export.memory import require_build_memory, require_gpu_memory, weight_bytes
+from turbovit.export.memory import gpu_memory_lines, require_build_memory, weight_bytes
 from turbovit.export.plan import ATTENTION_FORMS, PRECISIONS, REFERENCE, CompileOptions, EnginePlan, Plan, plan_build
 from turbovit.export.precision import in_precision, recorded_ranges
 from turbovit.export.stand_ins import with_stand_ins
@@ -219,6 +219,8 @@ def _export(tower: Tower, folder: Path, new: EnginePlan, report: Report) -> None
 
 def _engine(plan: Plan, bundle: Bundle, new: EnginePlan, finish: Callable[[Engine], Engine], report: Report) -> Engine:
     """The engine in the first form of attention that builds and that `finish` (its certification) does not refuse."""
+    for line in gpu_memory_lines(plan.described(), new.profiles, new.precision, new.fp32_layers):
+        report(line)
     failures: list[TurbovitError] = []
     for form in new.forms:
         if failures:
@@ -260,9 +262,8 @@ def _made(plan: Plan, bundle: Bundle, new: EnginePlan, form: str, report: Report
 
 def _compiled(plan: Plan, bundle: Bundle, new: EnginePlan, form: str, report: Report) -> str:
     """Compile the graph; the name of the engine's file."""
-    tower, folder = plan.described(), bundle.path
-    require_gpu_memory(tower, new.profiles, new.precision, new.fp32_layers, plan.gpu_memory, report)
-    weights = weight_bytes(tower, new.precision, new.fp32_layers)
+    folder = bundle.path
+    weights = weight_bytes(plan.described(), new.precision, new.fp32_layers)
     require_build_memory(weights)
     _require_space(folder, weights)
     # The old engine stays until the manifest names the new one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ from turbovit.engines.profiles import text_from_profile
 from turbovit.engines.runner import DTYPES, PRECISION_DTYPES
 from turbovit.engines.shapes import resolve
 from turbovit.export.layers import Attention
+from turbovit.export.precision import is_within
 from turbovit.export.tower import Tower
 
 GIB = 2**30
@@ -42,9 +43,9 @@ class Estimate:
 
 def weight_bytes(tower: Tower, precision: str, fp32_layers: Sequence[str] = ()) -> int:
     """Bytes of the tower's weights in a precision; the tower needs none itself (it may be on the meta device)."""
-    kept, item = _prefixes(fp32_layers), PRECISION_DTYPES[precision].itemsize
+    item = PRECISION_DTYPES[precision].itemsize
     return sum(
-        parameter.numel() * (_FLOAT32 if name.startswith(kept) else item)
+        parameter.numel() * (_FLOAT32 if is_within(name, fp32_layers) else item)
         for name, parameter in tower.named_parameters()
     )
 
@@ -75,37 +76,35 @@ def estimate(tower: Tower, profile: Profile, precision: str, fp32_layers: Sequen
     return Estimate(weight_bytes(tower, precision, fp32_layers), max(block, pixels) + ends)
 
 
-def _prefixes(paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"{path}." for path in paths)
-
-
 def _keeps_attention_in_float32(tower: Tower, fp32_layers: Sequence[str]) -> bool:
     """Whether a block's q, k and v come from a projection that stays in float32."""
-    kept = _prefixes(fp32_layers)
     blocks = [name for name, module in tower.named_modules() if isinstance(module, Attention)]
-    return any(f"{name}.qkv.".startswith(kept) for name in blocks)
+    return any(is_within(f"{name}.qkv", fp32_layers) for name in blocks)
+
+
+def gpu_memory_lines(
+    tower: Tower, profiles: Iterable[Profile], precision: str, fp32_layers: Sequence[str]
+) -> Iterator[str]:
+    """What each profile needs, in words."""
+    for profile in profiles:
+        needed = estimate(tower, profile, precision, fp32_layers)
+        yield f"profile {text_from_profile(profile)}: about {needed} on the GPU"
 
 
 def require_gpu_memory(
-    tower: Tower,
-    profiles: Iterable[Profile],
-    precision: str,
-    fp32_layers: Sequence[str],
-    limit: int | None,
-    report: Callable[[str], None] = lambda line: None,
+    tower: Tower, profiles: Iterable[Profile], precision: str, fp32_layers: Sequence[str], limit: int
 ) -> None:
-    """Report what each profile needs, and refuse one that cannot fit.
+    """Refuse a profile that cannot fit.
 
     Args:
-        limit: bytes that the GPU has; None where it is not known.
+        limit: bytes that the GPU has.
 
     Raises:
         BuildError: a profile needs more than the limit; with both numbers.
     """
     for profile in profiles:
         needed = estimate(tower, profile, precision, fp32_layers)
-        report(f"profile {text_from_profile(profile)}: about {needed} on the GPU")
-        if limit is not None and needed.total > limit:
+        if needed.total > limit:
             raise BuildError(
                 f"the profile {text_from_profile(profile)} needs about {needed} on the GPU in {precision}, "
                 f"there are {limit / GIB:.1f} GiB: take a smaller one with --profile, lower --max-images or "

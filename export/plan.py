@@ -110,7 +110,6 @@ class Plan:
     Attributes:
         manifest: as it will be, but for engines and files.
         wanted: the engines asked for.
-        gpu_memory: bytes that a compiled engine may take on its GPU; None where it is not known.
     """
 
     family: FamilyRow
@@ -119,7 +118,6 @@ class Plan:
     checkpoint: Checkpoint
     manifest: Manifest
     wanted: tuple[EnginePlan, ...]
-    gpu_memory: int | None
 
     def described(self) -> Tower:
         """The tower without weights: it knows its inputs, outputs and sizes."""
@@ -191,9 +189,10 @@ def plan_build(
     memory = options.gpu_memory
     if memory is None and any(engine.runtime == "tensorrt" for engine in wanted):
         memory = gpu_memory_here()
-    for engine in wanted:  # before anything is exported
-        require_gpu_memory(described, engine.profiles, engine.precision, engine.fp32_layers, memory)
-    return Plan(family, tower, described.spec, checkpoint, manifest, wanted, memory)
+    if memory is not None:
+        for engine in wanted:
+            require_gpu_memory(described, engine.profiles, engine.precision, engine.fp32_layers, memory)
+    return Plan(family, tower, described.spec, checkpoint, manifest, wanted)
 
 
 def find_bundle(model: str | Path, folder: Path | None = None) -> Path | None:

@@ -7,7 +7,7 @@ the float32 reference tower has on the samples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -59,6 +59,11 @@ def fp32_layers(tower: Tower, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted((path for path in named if not any(above in named for above in _above(path))), key=_natural))
 
 
+def is_within(path: str, layers: Iterable[str]) -> bool:
+    """Whether a module or parameter is one of `layers`, or lies inside one."""
+    return f"{path}.".startswith(tuple(f"{layer}." for layer in layers))
+
+
 def in_precision(tower: T, precision: str, raised: Sequence[str] = ()) -> T:
     """Convert the tower's weights in place. Norms, and the layers `raised`, keep theirs in float32.
 
@@ -69,10 +74,9 @@ def in_precision(tower: T, precision: str, raised: Sequence[str] = ()) -> T:
         raised: paths as `fp32_layers` gives them.
     """
     dtype = PRECISION_DTYPES[precision]
-    norms = {f"{name}." for name, module in tower.named_modules() if isinstance(module, _NORMS)}
-    kept = (*norms, *(f"{path}." for path in raised))
+    kept = [name for name, module in tower.named_modules() if isinstance(module, _NORMS)] + list(raised)
     for name, parameter in tower.named_parameters():
-        if not f"{name}.".startswith(kept):
+        if not is_within(name, kept):
             parameter.data = parameter.data.to(dtype)
     tower.dtype = dtype
     return tower

@@ -25,7 +25,7 @@ from turbovit.export import compile_child
 from turbovit.export.compile_child import CompileJob
 from turbovit.export.profiles import shapes_from_profile
 
-_LAST_LINES = 3
+LAST_LINES = 3  # of what a process said, in an error
 
 
 class CompilerRefusedError(BuildError):
@@ -120,14 +120,17 @@ def _reason(status: int, error: str | None, log: str) -> str:
     """Why it failed: the errors that the library logged, else what was raised, else its last words."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     logged = [line.removeprefix("[E]").strip() for line in lines if line.startswith("[E]")]
-    if error is not None:
-        words = logged or [error]
-    else:
-        end = f"it was ended by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
-        if status == -signal.SIGKILL:
-            end += " (the system does that where memory runs out)"
-        words = [end, *(logged or lines[-_LAST_LINES:])]
+    ended = [f"it {ending(status)}", *(logged or lines[-LAST_LINES:])]
+    words = ended if error is None else logged or [error]
     return "; ".join(dict.fromkeys(re.sub(r"\s+", " ", word) for word in words))
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    words = f"was ended by {signal.Signals(-status).name}"
+    return f"{words} (the system does that where memory runs out)" if status == -signal.SIGKILL else words
 
 
 @contextlib.contextmanager

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from turbovit.engines.families import family_from_architecture, load
 from turbovit.export.checkpoint import SINGLE, open_checkpoint
+from turbovit.export.plan import PRECISIONS
+from turbovit.export.to_onnx import onnx_from_tower, save_base_graph
 from turbovit.export.tower import Tower, load_tower
 
 T = TypeVar("T", bound=Tower)
@@ -26,6 +29,18 @@ def tower_from(tower: type[T], folder: Path) -> T:
     """The tower of a checkpoint."""
     checkpoint = open_checkpoint(folder)
     return load_tower(tower, tower.spec_from_config(checkpoint.config, tower.image_processor(folder)), checkpoint)
+
+
+def tower_of(folder: Path) -> Tower:
+    """As `tower_from`, of the family that the config names."""
+    tower: type[Tower] = load(family_from_architecture(open_checkpoint(folder).architecture).tower)
+    return tower_from(tower, folder)
+
+
+def write_base_graph(tower: Tower, path: Path, precision: str) -> None:
+    """Export a tower, which is in this precision already, with its weights beside the graph."""
+    graph = onnx_from_tower(tower, tower.samples(0)[0], tower.outputs(PRECISIONS[precision]))
+    save_base_graph(graph, path, f"{path.stem}.bin")
 
 
 def changed_copy(source: Path, target: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Path:

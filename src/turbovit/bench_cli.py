@@ -144,7 +144,7 @@ def build(
         families=_words(family),
         size=size,
         layers=layers or None,
-        runtimes=[name.replace("-", "_") for name in _words(runtime)],
+        runtimes=_words(runtime),
         capabilities=_words(compute_capability),
         sizes=_sizes(image),
         rounds=rounds,

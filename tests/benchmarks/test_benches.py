@@ -97,10 +97,17 @@ def test_growth_is_seen() -> None:
     assert growth(leak) > bench_serve.GROWTH_BYTES
 
 
-def test_a_build_is_measured_in_a_process_of_its_own(tiny_gemma3: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def gemma3_home(tiny_gemma3: Path, tmp_path: Path) -> Path:
+    """Where the benchmark of builds finds the shared checkpoint, and puts its bundle."""
     home = tmp_path / "gemma3-tiny-all"
     home.mkdir()
     (home / "checkpoint").symlink_to(tiny_gemma3)
+    return home
+
+
+@pytest.mark.usefixtures("gemma3_home")
+def test_a_build_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     options = bench_build.Options(("gemma3",), "tiny", None, ["onnxruntime"], [], [SIZE], 1, tmp_path)
     found = bench_build.bench_build(options)
     peaks = {one.case: one.spread.median for one in found.measurements if one.unit == "B"}
@@ -109,18 +116,15 @@ def test_a_build_is_measured_in_a_process_of_its_own(tiny_gemma3: Path, tmp_path
     assert len(found.targets) == 3
 
 
-def test_a_build_for_gpus_elsewhere_is_measured_and_what_cannot_run_is_told(tiny_gemma3: Path, tmp_path: Path) -> None:
+def test_a_build_for_gpus_elsewhere_is_measured_and_what_cannot_run_is_told(gemma3_home: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
-    home = tmp_path / "gemma3-tiny-all"
-    home.mkdir()
-    (home / "checkpoint").symlink_to(tiny_gemma3)
     options = bench_build.Options(("gemma3",), "tiny", None, ["tensorrt_rtx"], ["8.9", "12.0"], [SIZE], 1, tmp_path)
     found = bench_build.bench_build(options)
     cases = [one.case for one in found.measurements if one.unit == "s"]
     assert cases[0] == "build"
     if not torch.cuda.is_available():
         assert (cases[1:], [one.contender for one in found.skipped]) == ([], ["tensorrt_rtx"])
-    engine = read_manifest(home / "bundle").engine("tensorrt_rtx", "fp16")
+    engine = read_manifest(gemma3_home / "bundle").engine("tensorrt_rtx", "fp16")
     assert engine is not None
     assert engine.architectures == ("8.9", "12.0")
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tower_checks import tower_of, write_base_graph
 
 from turbovit.engines.bundle import Profile
-from turbovit.engines.families import distinct_families, family_from_name, load
-from turbovit.export.checkpoint import open_checkpoint
+from turbovit.engines.families import distinct_families
 from turbovit.export.islands import islands_from_file
 from turbovit.export.memory import estimate
-from turbovit.export.plan import ATTENTION_FORMS, PRECISIONS
+from turbovit.export.plan import ATTENTION_FORMS
 from turbovit.export.precision import in_precision
 from turbovit.export.profiles import shapes_from_profile
 from turbovit.export.samples import write_sample
-from turbovit.export.to_onnx import derive_graph, onnx_from_tower, save_base_graph
-from turbovit.export.tower import Tower, load_tower
+from turbovit.export.to_onnx import derive_graph
+from turbovit.export.tower import Tower
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -54,13 +54,9 @@ def compiled(folder: Path, family: str, precision: str, capability: str, raised:
     """A tower of full width, in the form of attention that a build takes first, compiled for its own profiles."""
     if not (folder / family / "config.json").exists():
         write_sample(family, folder / family, "full", 0, LAYERS)
-    checkpoint = open_checkpoint(folder / family)
-    tower_class = load(family_from_name(family).tower)
-    spec = tower_class.spec_from_config(checkpoint.config, tower_class.image_processor(checkpoint.folder))
-    tower = in_precision(load_tower(tower_class, spec, checkpoint), precision, raised)
+    tower = in_precision(tower_of(folder / family), precision, raised)
     base, graph = (folder / f"{family}.{precision}.{kind}.onnx" for kind in ("base", "form"))
-    model = onnx_from_tower(tower, tower.samples(0)[0], tower.outputs(PRECISIONS[precision]))
-    save_base_graph(model, base, f"{family}.{precision}.bin")
+    write_base_graph(tower, base, precision)
     derive_graph(base, graph, ATTENTION_FORMS["tensorrt_rtx"][precision][0])
     profiles = tower.default_profiles(tower.default_limits())
     job = {

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+from tower_checks import tower_of, write_base_graph
 
 from turbovit.engines.errors import BuildError
-from turbovit.engines.families import family_from_architecture, load
-from turbovit.export.checkpoint import open_checkpoint
 from turbovit.export.islands import Islands, inspect_islands, islands_from_file
 from turbovit.export.precision import in_precision
 from turbovit.export.rewrites import FORMS
-from turbovit.export.to_onnx import derive_graph, onnx_from_tower, save_base_graph
-from turbovit.export.tower import load_tower
+from turbovit.export.to_onnx import derive_graph
 
 # Norms, layers of attention, and ropes: one for q and one for k of each layer.
 EXPECTED = {"gemma3": (6, 2, 0), "llama4": (6, 2, 4), "qwen3_vl": (12, 4, 8), "deepseek_vl2": (5, 2, 0)}
@@ -32,12 +30,8 @@ def graphs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         name = f"{family}.{precision}.{'-'.join(raised)}"
         base = folder / f"{name}.attention.onnx"
         if not base.exists():
-            checkpoint = open_checkpoint(request.getfixturevalue(f"tiny_{family}"))
-            tower_class = load(family_from_architecture(checkpoint.architecture).tower)
-            spec = tower_class.spec_from_config(checkpoint.config, tower_class.image_processor(checkpoint.folder))
-            tower = in_precision(load_tower(tower_class, spec, checkpoint), precision, raised)
-            dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[precision]
-            save_base_graph(onnx_from_tower(tower, tower.samples(0)[0], tower.outputs(dtype)), base, f"{name}.bin")
+            tower = tower_of(request.getfixturevalue(f"tiny_{family}"))
+            write_base_graph(in_precision(tower, precision, raised), base, precision)
         file = folder / f"{name}.{form}.onnx"
         if not file.exists():
             derive_graph(base, file, form)

@@ -10,7 +10,14 @@ import pytest
 from turbovit.engines.bundle import Profile
 from turbovit.engines.errors import BuildError
 from turbovit.export import memory
-from turbovit.export.memory import GIB, estimate, require_build_memory, require_gpu_memory, weight_bytes
+from turbovit.export.memory import (
+    GIB,
+    estimate,
+    gpu_memory_lines,
+    require_build_memory,
+    require_gpu_memory,
+    weight_bytes,
+)
 from turbovit.export.plan import plan_build
 from turbovit.export.tower import Tower
 
@@ -66,10 +73,13 @@ def test_another_layer_in_float32_doubles_the_activations_and_its_weights(qwen: 
     assert kept.weights == fused.weights + 2 * parameters
 
 
+def test_a_parameter_of_the_towers_own_counts_as_it_is_kept(gemma: Tower) -> None:
+    assert weight_bytes(gemma, "fp16", ("position",)) == weight_bytes(gemma, "fp16") + 2 * gemma.position.numel()
+
+
 def test_an_engine_that_cannot_fit_is_refused_with_both_numbers(qwen: Tower) -> None:
-    lines: list[str] = []
     profiles = [frames(1, 64), frames(1, 16384)]
-    require_gpu_memory(qwen, profiles, "fp32", (), None, lines.append)
+    lines = list(gpu_memory_lines(qwen, profiles, "fp32", ()))
     assert [line.split(":")[0] for line in lines] == ["profile frames=1"] * 2
     with pytest.raises(BuildError) as caught:
         require_gpu_memory(qwen, profiles, "fp32", (), 24 * GIB)

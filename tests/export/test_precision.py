@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from tower_checks import tower_of
 
 from turbovit.engines.bundle import precision_label
 from turbovit.engines.errors import BuildError
-from turbovit.engines.families import family_from_architecture, load
-from turbovit.export.checkpoint import open_checkpoint
 from turbovit.export.layers import LayerNorm, RMSNorm
 from turbovit.export.precision import (
     FLOAT16_LIMIT,
@@ -25,7 +24,7 @@ from turbovit.export.precision import (
     in_precision,
     recorded_ranges,
 )
-from turbovit.export.tower import Tower, load_tower
+from turbovit.export.tower import Tower
 
 FAMILIES = ("gemma3", "llama4", "qwen3_vl", "deepseek_vl2")
 LARGE = 9e4
@@ -39,12 +38,6 @@ def folder(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def tower(folder: Path) -> Tower:
     return tower_of(folder)
-
-
-def tower_of(folder: Path) -> Tower:
-    checkpoint = open_checkpoint(folder)
-    tower: type[Tower] = load(family_from_architecture(checkpoint.architecture).tower)
-    return load_tower(tower, tower.spec_from_config(checkpoint.config, tower.image_processor(folder)), checkpoint)
 
 
 def smallest(tower: Tower) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,19 @@ if TYPE_CHECKING:
     from turbovit.engines.bundle import Bundle
 
 pytest.importorskip("lmdeploy", reason="LMDeploy is not installed")
+
+
+@pytest.fixture
+def turbomind_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the installed TurboMind's Python side that tests can change."""
+    from turbovit.lmdeploy_ext import capability
+
+    installed = capability._turbomind_folder()
+    assert installed is not None
+    folder = tmp_path / "turbomind"
+    shutil.copytree(installed, folder, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
+    monkeypatch.setattr(capability, "_turbomind_folder", lambda: folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,17 +19,6 @@ ENTRY = "SUPPORTED_ARCHS = dict("
 
 def states(architecture: str = GEMMA3) -> dict[str, str]:
     return {finding.what: finding.state for finding in language_findings(architecture)}
-
-
-@pytest.fixture
-def doctored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the installed TurboMind's Python side that tests can change."""
-    installed = capability._turbomind_folder()
-    assert installed is not None
-    folder = tmp_path / "turbomind"
-    shutil.copytree(installed, folder, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
-    monkeypatch.setattr(capability, "_turbomind_folder", lambda: folder)
-    return folder
 
 
 @pytest.fixture
@@ -71,26 +59,26 @@ def test_architectures_of_others_are_never_refused() -> None:
     assert turbomind_refusal("NeverHeardOf") is None
 
 
-def test_a_copy_says_what_the_original_says(doctored: Path) -> None:
+def test_a_copy_says_what_the_original_says(turbomind_copy: Path) -> None:
     assert states() == {MODEL: "missing", EMBEDDINGS: "have", **{need.what: "missing" for need in NEEDS[GEMMA3]}}
 
 
 @pytest.mark.parametrize("form", ["a call", "a literal"])
-def test_a_language_model_is_seen(form: str, doctored: Path) -> None:
+def test_a_language_model_is_seen(form: str, turbomind_copy: Path) -> None:
     if form == "a call":
-        add_model(doctored)
+        add_model(turbomind_copy)
     else:
-        (doctored / "supported_models.py").write_text(f"SUPPORTED_ARCHS = {{'{GEMMA3}': 'gemma3'}}\n")
+        (turbomind_copy / "supported_models.py").write_text(f"SUPPORTED_ARCHS = {{'{GEMMA3}': 'gemma3'}}\n")
     assert states()[MODEL] == "have"
     assert (
         states("AnotherForConditionalGeneration")["a language model for AnotherForConditionalGeneration"] == "missing"
     )
 
 
-def test_each_need_is_seen_by_any_of_its_signs(doctored: Path) -> None:
+def test_each_need_is_seen_by_any_of_its_signs(turbomind_copy: Path) -> None:
     for need in NEEDS[GEMMA3]:
         for number, sign in enumerate(need.signs):
-            file = doctored / "models" / f"new_{number}.py"
+            file = turbomind_copy / "models" / f"new_{number}.py"
             file.write_text(f"{sign} = True\n")
             capability._sources.cache_clear()
             others = [other.what for other in NEEDS[GEMMA3] if other != need]
@@ -100,16 +88,16 @@ def test_each_need_is_seen_by_any_of_its_signs(doctored: Path) -> None:
     capability._sources.cache_clear()
 
 
-def test_nothing_is_refused_once_all_is_there(doctored: Path) -> None:
-    add_model(doctored)
+def test_nothing_is_refused_once_all_is_there(turbomind_copy: Path) -> None:
+    add_model(turbomind_copy)
     signs = [need.signs[0] for need in NEEDS[GEMMA3]]
-    (doctored / "models" / "gemma3.py").write_text("\n".join(f"{sign} = True" for sign in signs))
+    (turbomind_copy / "models" / "gemma3.py").write_text("\n".join(f"{sign} = True" for sign in signs))
     assert set(states().values()) == {"have"}
     assert turbomind_refusal(GEMMA3) is None
 
 
-def test_lost_parameters_for_features_are_seen(doctored: Path) -> None:
-    file = doctored / "turbomind.py"
+def test_lost_parameters_for_features_are_seen(turbomind_copy: Path) -> None:
+    file = turbomind_copy / "turbomind.py"
     source = file.read_text()
     assert "input_embedding_ranges" in source
     file.write_text(source.replace("input_embedding_ranges", "multimodal_ranges"))

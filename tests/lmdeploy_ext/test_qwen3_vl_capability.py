@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from turbovit.engines.errors import UnsupportedBackendError
-from turbovit.lmdeploy_ext import capability, install
+from turbovit.lmdeploy_ext import install
 from turbovit.lmdeploy_ext.capability import language_findings, turbomind_refusal
 from turbovit.lmdeploy_ext.doctor import diagnose
 
@@ -23,17 +22,6 @@ each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 def states(architecture: str) -> dict[str, str]:
     return {finding.what: finding.state for finding in language_findings(architecture)}
-
-
-@pytest.fixture
-def doctored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the installed TurboMind's Python side that tests can change."""
-    installed = capability._turbomind_folder()
-    assert installed is not None
-    folder = tmp_path / "turbomind"
-    shutil.copytree(installed, folder, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
-    monkeypatch.setattr(capability, "_turbomind_folder", lambda: folder)
-    return folder
 
 
 def change(file: Path, old: str, new: str) -> None:
@@ -75,8 +63,8 @@ def test_the_refusal_is_one_line_and_names_all_that_is_missing(architecture: str
         "*, deepstack_embeds=None, mrope_position_ids=None",
     ],
 )
-def test_parameters_for_them_are_seen(parameters: str, architecture: str, doctored: Path) -> None:
-    take(doctored, parameters)
+def test_parameters_for_them_are_seen(parameters: str, architecture: str, turbomind_copy: Path) -> None:
+    take(turbomind_copy, parameters)
     found = states(architecture)
     assert (found[EMBEDDINGS], found[MROPE], found[DEEPSTACK]) == ("have", "have", "have")
     refusal = turbomind_refusal(architecture)
@@ -93,22 +81,22 @@ def test_parameters_for_them_are_seen(parameters: str, architecture: str, doctor
         ("input_meta['mrope_position_ids'], input_meta['deepstack_embeds']", ("have", "have")),
     ],
 )
-def test_of_a_meta_dict_it_counts_what_is_read(read: str, expected: tuple[str, str], doctored: Path) -> None:
-    take(doctored, "input_meta=None", f"\n        meta = {read}")
+def test_of_a_meta_dict_it_counts_what_is_read(read: str, expected: tuple[str, str], turbomind_copy: Path) -> None:
+    take(turbomind_copy, "input_meta=None", f"\n        meta = {read}")
     found = states(ARCHITECTURES[0])
     assert (found[MROPE], found[DEEPSTACK]) == expected
 
 
-def test_the_names_elsewhere_in_the_engine_do_not_count(doctored: Path) -> None:
-    file = doctored / "turbomind.py"
+def test_the_names_elsewhere_in_the_engine_do_not_count(turbomind_copy: Path) -> None:
+    file = turbomind_copy / "turbomind.py"
     file.write_text(file.read_text() + "\n\ndef other(mrope_position_ids, deepstack_embeds):\n    pass\n")
     assert states(ARCHITECTURES[0])[MROPE] == states(ARCHITECTURES[0])[DEEPSTACK] == "missing"
 
 
-def test_an_engine_that_has_everything_is_not_refused(doctored: Path) -> None:
-    take(doctored, "mrope_position_ids=None, deepstack_embeds=None")
+def test_an_engine_that_has_everything_is_not_refused(turbomind_copy: Path) -> None:
+    take(turbomind_copy, "mrope_position_ids=None, deepstack_embeds=None")
     added = ", ".join(f"{architecture}='qwen3-vl'" for architecture in ARCHITECTURES)
-    change(doctored / "supported_models.py", "SUPPORTED_ARCHS = dict(", f"SUPPORTED_ARCHS = dict({added}, ")
+    change(turbomind_copy / "supported_models.py", "SUPPORTED_ARCHS = dict(", f"SUPPORTED_ARCHS = dict({added}, ")
     for architecture in ARCHITECTURES:
         assert set(states(architecture).values()) == {"have"}
         assert turbomind_refusal(architecture) is None
