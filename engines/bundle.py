@@ -272,33 +272,41 @@ def open_bundle(folder: str | Path, *, use_hash_cache: bool = True) -> Bundle:
 
     Args:
         folder: the bundle's folder.
-        use_hash_cache: take a file's sha256 from the store's index where size and modification time are as
-            they were when it was computed; False hashes every byte again.
+        use_hash_cache: take a file's sha256 from the store's index where the file was neither written nor replaced
+            since it was computed; False hashes every byte again, and has the index believe that instead.
 
     Raises:
-        BundleError: says which file, what was found and what was expected.
+        BundleError: says which files, and of the first what was found and what was expected.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    for name, entry in manifest.files.items():
-        _check_file(folder / name, entry, _rebuild(folder, manifest.source.name), use_hash_cache)
+    remedy = _rebuild(folder, manifest.source.name)
+    problems: dict[str, str] = {}
+    for name, entry in manifest.files.items():  # all of them, so that the index believes none that is damaged
+        problem = _problem(folder / name, entry, remedy, use_hash_cache)
+        if problem:
+            problems[name] = problem
+    if problems:
+        first, *others = problems
+        more = f" (nor are these as they should be: {', '.join(others)})" if others else ""
+        raise BundleError(problems[first] + more)
     return Bundle(folder, manifest)
 
 
-def _check_file(path: Path, entry: FileEntry, remedy: str, use_hash_cache: bool) -> None:
+def _problem(path: Path, entry: FileEntry, remedy: str, use_hash_cache: bool) -> str | None:
+    """What is wrong with a file, and what to do; None where nothing is."""
     if not path.is_file():
-        raise BundleError(f"{path}, which the manifest names, is missing: copy the whole folder, or {remedy}")
+        return f"{path}, which the manifest names, is missing: copy the whole folder, or {remedy}"
     try:
         size = path.stat().st_size
         digest = file_sha256(path, use_cache=use_hash_cache) if size == entry.size else None
     except OSError as error:
-        raise BundleError(f"{path} cannot be read: {error}; check its permissions, or {remedy}") from None
+        return f"{path} cannot be read: {error}; check its permissions, or {remedy}"
     if digest is None:
-        raise BundleError(f"{path} has {size} bytes, its manifest says {entry.size}; {remedy}")
+        return f"{path} has {size} bytes, its manifest says {entry.size}; {remedy}"
     if digest != entry.sha256:
-        raise BundleError(
-            f"{path} is damaged: sha256 {digest[:12]}..., its manifest says {entry.sha256[:12]}...; {remedy}"
-        )
+        return f"{path} is damaged: sha256 {digest[:12]}..., its manifest says {entry.sha256[:12]}...; {remedy}"
+    return None
 
 
 def _rebuild(folder: Path, model: str = "MODEL") -> str:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,13 +19,19 @@ logger = logging.getLogger("turbovit")
 
 _CHUNK = 1 << 22
 _INDEX = "index.json"
+# Two writes within one tick of the file system's clock leave the same times; kernels tick every 1 to 10 ms.
+_TICK_NS = 20_000_000
+
+# Path, device, inode, size in bytes, and times (ns) of the last change of the content and of the file itself. Anything
+# may set the former (`cp -p`, archives, reproducible images); the latter no program can.
+_Fingerprint = tuple[str, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A digest, and path, size and modification time (ns) of the files it was computed from."""
+    """A digest, and what the files were that it was computed from."""
 
-    files: list[tuple[str, int, int]]
+    files: list[_Fingerprint]
     digest: str
 
 
@@ -40,7 +47,12 @@ def bundles_folder() -> Path:
 
 
 def file_sha256(path: Path, *, use_cache: bool = True) -> str:
-    """sha256 of a file's bytes, hex; from the index where size and modification time are unchanged."""
+    """sha256 of a file's bytes, hex.
+
+    Args:
+        use_cache: take it from the index where the file is as it was; False hashes every byte, and has the index
+            believe that instead.
+    """
 
     def compute() -> str:
         digest = hashlib.sha256()
@@ -49,25 +61,51 @@ def file_sha256(path: Path, *, use_cache: bool = True) -> str:
                 digest.update(chunk)
         return digest.hexdigest()
 
-    return cached_digest(f"file:{path.resolve()}", [path], compute) if use_cache else compute()
+    return cached_digest(f"file:{path.resolve()}", [path], compute, use_cache=use_cache)
 
 
-def cached_digest(key: str, files: list[Path], compute: Callable[[], str]) -> str:
-    """`compute()`, or what it gave before under `key` if no file's size or modification time has changed.
+def cached_digest(key: str, files: list[Path], compute: Callable[[], str], *, use_cache: bool = True) -> str:
+    """`compute()`, or what it gave before under `key` if no file was written or replaced since.
 
     A store that cannot be written is no error: the digest is then computed every time.
+
+    Args:
+        use_cache: False computes it in any case, and has the index believe that instead.
     """
-    stats = [file.stat() for file in files]
-    fingerprint = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
-    known = _read_index().get(key)
-    if known is not None and known.files == fingerprint:
+    before = _fingerprints(files)
+    known = _read_index().get(key) if use_cache else None
+    if known is not None and known.files == before:
         return known.digest
+    if _are_fresh(before):
+        time.sleep(_TICK_NS / 1e9)
+        before = _fingerprints(files)
     digest = compute()
-    try:
-        _remember(key, _Entry(fingerprint, digest))
-    except OSError as error:
-        logger.warning("the index in %s cannot be written (%s): hashes are computed again next time", home(), error)
+    if _fingerprints(files) == before:
+        _change_index(lambda index: index.__setitem__(key, _Entry(before, digest)))
+    else:
+        forget_digest(key)
     return digest
+
+
+def forget_digest(key: str) -> None:
+    """Have the index know nothing of `key`."""
+    _change_index(lambda index: index.pop(key, None))
+
+
+def _fingerprints(files: list[Path]) -> list[_Fingerprint]:
+    return [_fingerprint(file) for file in files]
+
+
+def _fingerprint(file: Path) -> _Fingerprint:
+    """Of the file that a link leads to."""
+    stat = file.stat()
+    return str(file), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _are_fresh(files: list[_Fingerprint]) -> bool:
+    """Whether one changed so lately that its next change might leave the same times."""
+    now = time.time_ns()
+    return any(abs(now - changed) < _TICK_NS for *_, changed in files)
 
 
 def _read_index() -> dict[str, _Entry]:
@@ -80,15 +118,21 @@ def _read_index() -> dict[str, _Entry]:
 
 
 def _entry_from_json(entry: Any) -> _Entry:
-    files = [(str(file), int(size), int(mtime)) for file, size, mtime in entry["files"]]
+    files = [
+        (str(file), int(device), int(inode), int(size), int(content), int(changed))
+        for file, device, inode, size, content, changed in entry["files"]
+    ]
     return _Entry(files, bytes.fromhex(entry["digest"]).hex())
 
 
-def _remember(key: str, entry: _Entry) -> None:
-    home().mkdir(parents=True, exist_ok=True)
-    with FileLock(home() / f"{_INDEX}.lock"):
-        index = {k: e for k, e in _read_index().items() if all(os.path.exists(file) for file, *_ in e.files)}
-        index[key] = entry
-        temporary = home() / f"{_INDEX}.{os.getpid()}"
-        temporary.write_text(json.dumps({k: asdict(e) for k, e in index.items()}))
-        os.replace(temporary, home() / _INDEX)
+def _change_index(change: Callable[[dict[str, _Entry]], object]) -> None:
+    try:
+        home().mkdir(parents=True, exist_ok=True)
+        with FileLock(home() / f"{_INDEX}.lock"):
+            index = {k: e for k, e in _read_index().items() if all(os.path.exists(file) for file, *_ in e.files)}
+            change(index)
+            temporary = home() / f"{_INDEX}.{os.getpid()}"
+            temporary.write_text(json.dumps({k: asdict(e) for k, e in index.items()}))
+            os.replace(temporary, home() / _INDEX)
+    except (OSError, NotImplementedError) as error:  # the latter is filelock's, where there are no locks
+        logger.warning("the index in %s cannot be written (%s): hashes are computed again next time", home(), error)

@@ -33,7 +33,7 @@ from turbovit.export.precision import in_precision, recorded_ranges
 from turbovit.export.stand_ins import with_stand_ins
 from turbovit.export.to_onnx import derive_graph, onnx_from_tower, save_base_graph
 from turbovit.export.to_tensorrt import CompilerRefusedError, engine_from_onnx
-from turbovit.export.tower import Tower, load_tower
+from turbovit.export.tower import Tower, load_tower, require_same_config
 
 Report = Callable[[str], None]
 
@@ -117,6 +117,7 @@ def _new_bundle(plan: Plan, folder: Path, report: Report) -> Bundle:
     """The reference outputs first, whose magnitudes decide about precisions; then the engines."""
     tower = _loaded(plan, folder, report)
     _copy_processor_files(plan.checkpoint.folder, folder / PROCESSOR_FOLDER)
+    require_same_config(plan.tower, plan.checkpoint, folder / PROCESSOR_FOLDER, plan.manifest.source)
     within = [s for s in tower.samples(_SAMPLE_SEED) if s.within(plan.manifest.inputs, plan.manifest.limits)]
     if not within:
         raise BuildError(f"no shape that could be certified is within the limits {plan.manifest.limits}")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,49 @@ import torch
 
 from turbovit.engines.errors import CheckpointError
 from turbovit.engines.families import architecture_from_config
-from turbovit.engines.store import cached_digest
+from turbovit.engines.store import cached_digest, forget_digest
+from turbovit.export.hub import SMALL_FILES, fetch, require_hub_id
+from turbovit.export.weights import (
+    INDEX,
+    SERIES,
+    SINGLE,
+    damaged,
+    missing_weights,
+    read_json,
+    require_files,
+    vision_files,
+    weight_maps,
+)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-# Everything of a checkpoint but its weights: configs, processor and tokenizer files.
-SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+Naming = Callable[[str], str]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint's folder and config.
 
+    What is loaded is what was hashed: tensors that have been hashed are compared when they are read again.
+
     Attributes:
-        name: what the user called it: a folder or a hub id.
+        name: a hub id, or the folder's path.
+        folder: without symbolic links, so that all that is read comes from one folder.
+        reads: what stands for the set of weights to read, of `weight_maps`; None for the first.
     """
 
     name: str
     folder: Path
     config: dict[str, Any]
+    reads: str | None = None
+    _stated: dict[str, str] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
     def architecture(self) -> str | None:
         """The config's architecture by the table of families; None where it names none."""
         return architecture_from_config(self.config)
+
+    @cached_property
+    def _weight_maps(self) -> dict[str, dict[str, str]]:
+        return weight_maps(self.folder)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -46,58 +64,123 @@ class Checkpoint:
         Raises:
             CheckpointError: the folder has no safetensors, or their index or header is damaged.
         """
-        return _weight_map(self.folder)
+        return self._weight_maps[self.reads or next(iter(self._weight_maps))]
+
+    @cached_property
+    def _paths(self) -> dict[str, Path]:
+        return {file: (self.folder / file).resolve() for file in set(self.weight_map.values())}
+
+    def with_weights(self, is_vision: Callable[[str], bool]) -> Checkpoint:
+        """The checkpoint with its vision weights there: those of a hub id are fetched now, of the same commit.
+
+        Raises:
+            CheckpointError: they cannot be had.
+        """
+        if self.name == str(self.folder):
+            return self
+
+        def missing(folder: Path) -> str | None:
+            return missing_weights(folder, is_vision)
+
+        shards = [SINGLE]
+        if (self.folder / INDEX).is_file():
+            shards += vision_files(weight_maps(self.folder).get(INDEX, {}), is_vision)
+        fetch(self.name, [*SMALL_FILES, *shards], missing, self.folder.name)
+        if not any((self.folder / file).is_file() for file in (SINGLE, INDEX)):
+            fetch(self.name, [*SMALL_FILES, SERIES], missing, self.folder.name)
+        return self
+
+    def second_set(self, is_vision: Callable[[str], bool]) -> Checkpoint | None:
+        """The same folder, read by the index, where it has a single file too and the index's files are there."""
+        if self.reads is not None or len(self._weight_maps) == 1:
+            return None
+        files = vision_files(self._weight_maps[INDEX], is_vision)
+        whole = files != [SINGLE] and all((self.folder / file).is_file() for file in files)
+        return replace(self, reads=INDEX) if whole else None
 
     def vision_names(self, is_vision: Callable[[str], bool]) -> list[str]:
         """The names of the vision tensors, sorted."""
         return sorted(name for name in self.weight_map if is_vision(name))
 
-    def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read tensors one at a time, in the order of `names`.
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read tensors one at a time, in the order of `names`, each into memory of its own.
 
         Raises:
             CheckpointError: a file is missing, cut short or lacks a tensor that the index says it has.
         """
-        opened: dict[Path, Any] = {}  # ends with the iteration: an open file keeps its pages in this process's memory
+        opened: dict[str, Any] = {}
         for name in names:
             yield name, self._read(opened, name, "get_tensor")
 
     def shapes(self, names: list[str]) -> dict[str, tuple[int, ...]]:
         """The shapes of `names`, from the files' headers alone."""
-        opened: dict[Path, Any] = {}
+        opened: dict[str, Any] = {}
         return {name: tuple(self._read(opened, name, "get_slice").get_shape()) for name in names}
 
-    def tensors_sha256(self, names: list[str]) -> str:
-        """Hash over names, dtypes, shapes and bytes of `names`; from the index where the files are unchanged."""
+    def tensors_sha256(self, names: list[str], called: Naming = str) -> str:
+        """Hash over names, dtypes, shapes and bytes of tensors; from the index where the files are unchanged.
+
+        Args:
+            names: as they stand in the files.
+            called: the names that are hashed, and by which the tensors are put in order.
+        """
 
         def compute() -> str:
             digest = hashlib.sha256()
-            for name, tensor in self.tensors(names):
-                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            for _ in self._hashed(names, called, digest):
+                pass
             return digest.hexdigest()
 
-        folder = self.folder.resolve()
-        files = [folder / file for file in sorted({self.weight_map[name] for name in names})]
-        listing = hashlib.sha256("\n".join(names).encode()).hexdigest()
-        return cached_digest(f"tensors:{folder}:{listing}", files, compute)
+        key = self._key(names, called)
+        files = [self._paths[file] for file in sorted({self.weight_map[name] for name in names})]
+        try:
+            self._stated[key] = cached_digest(key, files, compute)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be read: {error}") from None
+        return self._stated[key]
 
-    def _read(self, opened: dict[Path, Any], name: str, method: str) -> Any:
+    def hashed_tensors(self, names: list[str], called: Naming = str) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `tensors`, in the order and by the names of `tensors_sha256`.
+
+        Raises:
+            CheckpointError: at the end, where the bytes were not those that `tensors_sha256` gave the hash of.
+        """
+        digest = hashlib.sha256()
+        yield from self._hashed(names, called, digest)
+        key, found = self._key(names, called), digest.hexdigest()
+        expected = self._stated.setdefault(key, found)
+        if found != expected:
+            forget_digest(key)
+            raise CheckpointError(
+                f"the checkpoint changed while it was read: the vision weights in {self.folder} have sha256 "
+                f"{found[:12]}..., expected {expected[:12]}...; leave it alone, and run this again"
+            )
+
+    def _hashed(self, names: list[str], called: Naming, digest: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors(sorted(names, key=called)):
+            digest.update(f"{called(name)} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            yield called(name), tensor
+
+    def _key(self, names: list[str], called: Naming) -> str:
+        listing = "\n".join(f"{name} {called(name)} {self.weight_map[name]}" for name in names)
+        return f"tensors:{self.folder}:{hashlib.sha256(listing.encode()).hexdigest()}"
+
+    def _read(self, opened: dict[str, Any], name: str, method: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        path = self.folder / self.weight_map[name]
+        file = self.weight_map[name]
         try:
-            if path not in opened:
-                opened[path] = safe_open(path, framework="pt")
-            return getattr(opened[path], method)(name)
+            if file not in opened:
+                # Not mapped: what is read does not change any more, and takes its memory once.
+                opened[file] = safe_open(self._paths[file], framework="pt", backend="pread")
+            return getattr(opened[file], method)(name)
         except FileNotFoundError:
             raise CheckpointError(
-                f"{self.folder} lacks {path.name}, which holds the tensor {name}: download it again"
+                f"{self.folder} lacks {file}, which holds the tensor {name}: download it again"
             ) from None
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is damaged or cut short (reading {name}: {error}): download it again"
-            ) from None
+            raise damaged(self.folder / file, error, f"reading {name}: ") from None
 
 
 def open_checkpoint(model: str | Path, is_vision: Callable[[str], bool] | None = None) -> Checkpoint:
@@ -112,29 +195,20 @@ def open_checkpoint(model: str | Path, is_vision: Callable[[str], bool] | None =
         CheckpointError: no such folder or id, or no config.
     """
     folder = Path(model)
-    if not folder.is_dir():
-        folder = _download(str(model), is_vision)
-    config = read_json(folder / "config.json")
-    return Checkpoint(str(model), folder, config)
+    if folder.is_dir():
+        folder = folder.resolve()
+        name = str(folder)
+    else:
+        name = str(model)
+        require_hub_id(name)
+        folder = fetch(name, SMALL_FILES, _missing_config).resolve()
+    require_files(folder)
+    checkpoint = Checkpoint(name, folder, read_json(folder / "config.json"))
+    return checkpoint.with_weights(is_vision) if is_vision else checkpoint
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or no JSON object.
-    """
-    try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path.parent} has no {path.name}: a Hugging Face checkpoint folder is expected"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(data).__name__}, expected an object")
-    return data
+def _missing_config(folder: Path) -> str | None:
+    return None if (folder / "config.json").is_file() else "config.json"
 
 
 def image_processor_config(folder: Path) -> dict[str, Any]:
@@ -163,43 +237,3 @@ def _processor_config(folder: Path, key: str, file: str) -> dict[str, Any] | Non
         if isinstance(nested, dict):
             return nested
     return read_json(folder / file) if (folder / file).is_file() else None
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{folder / INDEX} has no weight_map of file names: download it again")
-        return weight_map
-    if not (folder / SINGLE).is_file():
-        found = sorted(path.name for path in folder.glob("*.bin")) or "no weights"
-        raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE} (found {found}): convert it to safetensors")
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(folder / SINGLE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SINGLE)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder / SINGLE} is damaged or cut short ({error}): download it again") from None
-
-
-def _download(model: str, is_vision: Callable[[str], bool] | None) -> Path:
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"there is no folder {model!r}, and it is no hub id (owner/name) either")
-    folder = _fetch(model, SMALL_FILES)
-    if is_vision is None:
-        return folder
-    shards = {SINGLE}
-    if (folder / INDEX).is_file():
-        shards = {file for name, file in _weight_map(folder).items() if is_vision(name)}
-    return _fetch(model, [*SMALL_FILES, *sorted(shards)])
-
-
-def _fetch(model: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub's own errors, and whatever its HTTP library lets through
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"there is no folder {model!r}, and fetching it from the hub failed: {reason}") from error

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from turbovit.engines.bundle import Profile, TensorSpec
 from turbovit.engines.deepseek_vl2 import DEFAULT_MEAN, PROCESSOR_FILE
 from turbovit.engines.errors import CheckpointError, UnsupportedModelError
-from turbovit.export.checkpoint import read_json
 from turbovit.export.config import one_for_all
 from turbovit.export.layers import Block, LayerNorm, Linear, PixelScaleThenNorm, patches_from_pixels
 from turbovit.export.tower import LimitOption, Sample, Tower
+from turbovit.export.weights import read_json
 
 _VISION, _PROJECTOR, _POOL = "vision.", "projector.layers.", "vision.attn_pool."
 _EXTRA = ("image_newline", "view_seperator")  # spelt as in the checkpoints
+_PARTS = (_VISION, "projector.", *_EXTRA)
 _EPS = 1e-6
 
 # What the original's code takes where config.json is silent, which the released ones are about heads and image size.
@@ -95,6 +96,7 @@ class DeepseekVL2Tower(Tower):
     """pixels uint8 [tiles, 3, image, image] -> features [tiles, tokens, out]."""
 
     limit_options: ClassVar[Mapping[str, LimitOption]] = {"images": LimitOption("tiles", 1)}
+    spellings: ClassVar[Mapping[str, str]] = {f"{model}{part}": part for part in _PARTS for model in ("", "model.")}
 
     def __init__(self, spec: DeepseekVL2Spec):
         super().__init__()
@@ -168,7 +170,7 @@ class DeepseekVL2Tower(Tower):
 
     @classmethod
     def is_vision(cls, name: str) -> bool:
-        return name.startswith((_VISION, "projector.", *_EXTRA))
+        return name.startswith(_PARTS)
 
     @classmethod
     def tensor_shapes(cls, spec: DeepseekVL2Spec) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,20 @@ _TOWER = "vision_tower."
 _VISION = f"{_TOWER}vision_model."
 _PROJECTOR = "multi_modal_projector."
 _GELU = "gelu_pytorch_tanh"
+# What transformers 5 takes: it left out ``vision_model.`` for a while, and writes a leading ``model.``.
+_SPELLINGS = {
+    **{f"{model}{_VISION}": _VISION for model in ("", "model.")},
+    **{f"{model}{_TOWER}": _VISION for model in ("", "model.", "model.model.")},
+    **{f"{model}{_PROJECTOR}": _PROJECTOR for model in ("", "model.", "model.model.")},
+}
+# SigLIP's attention pooling, which Gemma 3 never runs and transformers makes unless `vision_use_head` is false, and an
+# old buffer.
+_HEAD = (
+    "probe",
+    *(f"attention.{name}" for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")),
+)
+_HEAD += tuple(f"{layer}.{kind}" for layer in ("layernorm", "mlp.fc1", "mlp.fc2") for kind in ("weight", "bias"))
+_UNUSED = frozenset([f"{_VISION}embeddings.position_ids", *(f"{_VISION}head.{name}" for name in _HEAD)])
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,8 @@ class Gemma3Tower(Tower):
     """pixels uint8 [images, 3, image, image] -> features [images, tokens, out]."""
 
     limit_options: ClassVar[Mapping[str, LimitOption]] = {"images": LimitOption("images", 1)}
+    spellings: ClassVar[Mapping[str, str]] = _SPELLINGS
+    unused: ClassVar[frozenset[str]] = _UNUSED
 
     def __init__(self, spec: Gemma3Spec):
         super().__init__()
@@ -114,14 +130,8 @@ class Gemma3Tower(Tower):
         return spec
 
     @classmethod
-    def canonical_name(cls, name: str) -> str:
-        """Also without the ``vision_model.`` that transformers 5 leaves out of a model that it made itself."""
-        name = super().canonical_name(name)
-        return _VISION + name.removeprefix(_TOWER) if name.startswith(_TOWER) and not name.startswith(_VISION) else name
-
-    @classmethod
     def is_vision(cls, name: str) -> bool:
-        return name.startswith((_TOWER, _PROJECTOR))
+        return name.startswith((_VISION, _PROJECTOR))
 
     @classmethod
     def tensor_shapes(cls, spec: Gemma3Spec) -> dict[str, tuple[int, ...]]:

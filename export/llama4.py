@@ -21,6 +21,7 @@ from turbovit.export.tower import LimitOption, Sample, Tower
 
 _VISION = "vision_model."
 _PROJECTOR = "multi_modal_projector.linear_1.weight"
+_PARTS = (_VISION, "multi_modal_projector.")
 _GELU = "gelu"
 _EPS = 1e-5  # torch's default, which the reference takes whatever the config's norm_eps
 _SHUFFLE = 2  # patches along a side of a token: the config's pixel_shuffle_ratio is 1 / 2
@@ -64,6 +65,8 @@ class Llama4Tower(Tower):
     """pixels uint8 [tiles, 3, image, image] -> features [tiles, tokens, out]."""
 
     limit_options: ClassVar[Mapping[str, LimitOption]] = {"images": LimitOption("tiles", 1)}
+    spellings: ClassVar[Mapping[str, str]] = {f"{model}{part}": part for part in _PARTS for model in ("", "model.")}
+    unused: ClassVar[frozenset[str]] = frozenset([f"{_VISION}rotary_embedding.freqs_ci"])  # computed, and once saved
 
     def __init__(self, spec: Llama4Spec):
         super().__init__()
@@ -127,7 +130,7 @@ class Llama4Tower(Tower):
 
     @classmethod
     def is_vision(cls, name: str) -> bool:
-        return name.startswith((_VISION, "multi_modal_projector."))
+        return name.startswith(_PARTS)
 
     @classmethod
     def tensor_shapes(cls, spec: Llama4Spec) -> dict[str, tuple[int, ...]]:

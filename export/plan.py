@@ -278,9 +278,10 @@ def runtime_version(runtime: str) -> str:
 
 def _open(model: str | Path) -> tuple[FamilyRow, type[Tower], Checkpoint]:
     # The config alone says which tensors are wanted; a hub id's shards are fetched after that.
-    family = family_from_architecture(open_checkpoint(model).architecture)
+    checkpoint = open_checkpoint(model)
+    family = family_from_architecture(checkpoint.architecture)
     tower: type[Tower] = load(family.tower)
-    return family, tower, open_checkpoint(model, tower.is_checkpoint_vision)
+    return family, tower, checkpoint.with_weights(tower.is_checkpoint_vision)
 
 
 def _engines(precision: str, runtimes: Sequence[str], options: CompileOptions) -> tuple[EnginePlan, ...]:

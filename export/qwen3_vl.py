@@ -96,6 +96,8 @@ class Qwen3VLTower(Tower):
         "images": LimitOption("frames", 1),
         "pixels": LimitOption("merged", 32 * 32),
     }
+    spellings: ClassVar[Mapping[str, str]] = {f"{model}visual.": _VISION for model in ("", "model.", "model.model.")}
+    unused: ClassVar[frozenset[str]] = frozenset([f"{_VISION}rotary_pos_emb.inv_freq"])  # computed, and once saved
 
     def __init__(self, spec: Qwen3VLSpec):
         super().__init__()
@@ -136,11 +138,6 @@ class Qwen3VLTower(Tower):
         angles = (patch_position.float()[:, :, None] * frequencies).flatten(1)  # [patches, 2 * quarter]
         angles = torch.cat([angles, angles], dim=-1)[:, None]
         return angles.cos(), angles.sin()
-
-    @classmethod
-    def canonical_name(cls, name: str) -> str:
-        """The released name: some tools write the vision tensors without the leading ``model.``."""
-        return f"model.{name}" if name.startswith("visual.") else name
 
     @classmethod
     def is_vision(cls, name: str) -> bool:

@@ -17,6 +17,7 @@ from turbovit.engines.bundle import Profile, Source, TensorSpec
 from turbovit.engines.errors import CheckpointError
 from turbovit.engines.shapes import bind
 from turbovit.export.checkpoint import Checkpoint, image_processor_config, video_processor_config
+from turbovit.export.weights import INDEX, SINGLE, vision_files
 
 T = TypeVar("T", bound="Tower")
 _SHOWN = 5
@@ -61,10 +62,14 @@ class Tower(nn.Module, ABC):
 
     Attributes:
         limit_options: what a user may limit, by name.
+        spellings: how the names of vision tensors may begin in a checkpoint, and how they begin for us.
+        unused: names of tensors, as they are for us, that a checkpoint may have besides; nothing reads them.
         dtype: of the outputs; see `turbovit.export.precision.in_precision`.
     """
 
     limit_options: ClassVar[Mapping[str, LimitOption]]
+    spellings: ClassVar[Mapping[str, str]]
+    unused: ClassVar[frozenset[str]] = frozenset()
 
     spec: Any
     dtype: torch.dtype = torch.float32
@@ -109,8 +114,9 @@ class Tower(nn.Module, ABC):
 
     @classmethod
     def canonical_name(cls, name: str) -> str:
-        """A checkpoint's tensor name without the leading ``model.`` that newer transformers may write."""
-        return name.removeprefix("model.")
+        """A checkpoint's tensor name, spelt in one way: as in the released checkpoints."""
+        prefix = max(filter(name.startswith, cls.spellings), key=len, default="")
+        return cls.spellings[prefix] + name.removeprefix(prefix) if prefix else name
 
     @classmethod
     @abstractmethod
@@ -182,20 +188,49 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
     """What makes a bundle of this checkpoint another than that of the next: weights, sizes, image processor.
 
     Raises:
-        CheckpointError: vision tensors are missing, unknown or of another shape than the config says.
+        CheckpointError: vision tensors are missing, unknown or of another shape than the config says; or there are two
+            sets of weights, and they differ.
     """
-    names = checked_names(tower, spec, checkpoint)
-    processors = {
-        "image_processor": tower.image_processor(checkpoint.folder),
-        "video_processor": video_processor_config(checkpoint.folder),
-    }
-    config = dataclasses.asdict(spec) | {name: settings for name, settings in processors.items() if settings}
-    local = Path(checkpoint.name)
+    digest = _vision_sha256(tower, spec, checkpoint)
+    second = checkpoint.second_set(tower.is_checkpoint_vision)
+    if second is not None and _vision_sha256(tower, spec, second) != digest:
+        shards = vision_files(second.weight_map, tower.is_checkpoint_vision)
+        raise CheckpointError(
+            f"{checkpoint.folder} holds two sets of weights with different vision tensors: {SINGLE}, which transformers "
+            f"and LMDeploy's PyTorch engine read, and {INDEX} with {', '.join(shards)}, which TurboMind reads: delete "
+            f"{SINGLE}, or the index and its shards, whichever is not the model"
+        )
     return Source(
-        name=str(local.resolve()) if local.is_dir() else checkpoint.name,
-        tensors_sha256=checkpoint.tensors_sha256(names),
-        config=json.loads(json.dumps(config)),
+        name=checkpoint.name,
+        tensors_sha256=digest,
+        config=config_for_source(tower, spec, checkpoint.folder),
     )
+
+
+def config_for_source(tower: type[Tower], spec: Any, folder: Path) -> dict[str, Any]:
+    """Sizes, and the settings of the image and video processor in a folder, as a manifest keeps them."""
+    processors = {"image_processor": tower.image_processor(folder), "video_processor": video_processor_config(folder)}
+    config = dataclasses.asdict(spec) | {name: settings for name, settings in processors.items() if settings}
+    read: dict[str, Any] = json.loads(json.dumps(config))
+    return read
+
+
+def require_same_config(tower: type[Tower], checkpoint: Checkpoint, folder: Path, source: Source) -> None:
+    """Make sure that a copy of a checkpoint's processor files is of what `source` was made from.
+
+    Raises:
+        CheckpointError: they changed in between.
+    """
+    spec = tower.spec_from_config(checkpoint.config, tower.image_processor(folder))
+    if config_for_source(tower, spec, folder) != source.config:
+        raise CheckpointError(
+            f"the checkpoint changed while it was read: the processor files in {checkpoint.folder} are not those of a "
+            f"moment ago; leave it alone, and run this again"
+        )
+
+
+def _vision_sha256(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> str:
+    return checkpoint.tensors_sha256(checked_names(tower, spec, checkpoint), tower.canonical_name)
 
 
 def described_tower(tower: type[T], checkpoint: Checkpoint) -> T:
@@ -208,10 +243,17 @@ def load_tower(tower: type[T], spec: Any, checkpoint: Checkpoint) -> T:
     """A tower with the checkpoint's weights in float32, in eval mode.
 
     Raises:
-        CheckpointError: vision tensors are missing, unknown or of another shape than the config says.
+        CheckpointError: vision tensors are missing, unknown or of another shape than the config says, hold NaN or
+            infinity, or are no longer those that `source_from_checkpoint` hashed.
     """
     names = checked_names(tower, spec, checkpoint)
-    tensors = {tower.canonical_name(name): tensor.float() for name, tensor in checkpoint.tensors(names)}
+    tensors = {name: tensor.float() for name, tensor in checkpoint.hashed_tensors(names, tower.canonical_name)}
+    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if broken:
+        raise CheckpointError(
+            f"the checkpoint holds NaN or infinity in {', '.join(broken[:_SHOWN])} ({len(broken)} of the "
+            f"{len(tensors)} vision tensors of {checkpoint.name}): no engine can be built of it; get the weights again"
+        )
     with torch.device("meta"):
         model = tower(spec)
     model.load_state_dict(tower.state_from_tensors(spec, tensors), assign=True)
@@ -221,12 +263,13 @@ def load_tower(tower: type[T], spec: Any, checkpoint: Checkpoint) -> T:
 def checked_names(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> list[str]:
     """The names of the checkpoint's vision tensors, once they are known to be what the config says.
 
-    Only headers are read.
+    Only headers are read. Tensors that are known as unused are not among them.
 
     Raises:
         CheckpointError: vision tensors are missing, unknown or of another shape than the config says.
     """
-    names = checkpoint.vision_names(tower.is_checkpoint_vision)
+    vision = checkpoint.vision_names(tower.is_checkpoint_vision)
+    names = [name for name in vision if tower.canonical_name(name) not in tower.unused]
     found = checkpoint.shapes(names)
     actual = {tower.canonical_name(name): shape for name, shape in found.items()}
     expected = tower.tensor_shapes(spec)

@@ -41,7 +41,8 @@ def weight_bytes(folder: Path, is_vision: Callable[[str], bool]) -> WeightBytes 
         None where neither says it, or a file is damaged.
     """
     from turbovit.engines.errors import CheckpointError
-    from turbovit.export.checkpoint import INDEX, open_checkpoint, read_json
+    from turbovit.export.checkpoint import open_checkpoint
+    from turbovit.export.weights import INDEX, read_json
 
     try:
         names = open_checkpoint(folder).weight_map
