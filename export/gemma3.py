@@ -32,11 +32,8 @@ _SPELLINGS = {
 }
 # SigLIP's attention pooling, which Gemma 3 never runs and transformers makes unless `vision_use_head` is false, and an
 # old buffer.
-_HEAD = (
-    "probe",
-    *(f"attention.{name}" for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")),
-)
-_HEAD += tuple(f"{layer}.{kind}" for layer in ("layernorm", "mlp.fc1", "mlp.fc2") for kind in ("weight", "bias"))
+_HEAD_LAYERS = ("attention.in_proj_", "attention.out_proj.", "layernorm.", "mlp.fc1.", "mlp.fc2.")
+_HEAD = ("probe", *(f"{layer}{kind}" for layer in _HEAD_LAYERS for kind in ("weight", "bias")))
 _UNUSED = frozenset([f"{_VISION}embeddings.position_ids", *(f"{_VISION}head.{name}" for name in _HEAD)])
 
 

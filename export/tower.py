@@ -196,9 +196,9 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
     if second is not None and _vision_sha256(tower, spec, second) != digest:
         shards = vision_files(second.weight_map, tower.is_checkpoint_vision)
         raise CheckpointError(
-            f"{checkpoint.folder} holds two sets of weights with different vision tensors: {SINGLE}, which transformers "
-            f"and LMDeploy's PyTorch engine read, and {INDEX} with {', '.join(shards)}, which TurboMind reads: delete "
-            f"{SINGLE}, or the index and its shards, whichever is not the model"
+            f"{checkpoint.folder} holds two sets of weights with different vision tensors: {SINGLE}, which "
+            f"transformers and LMDeploy's PyTorch engine read, and {INDEX} with {', '.join(shards)}, which TurboMind "
+            f"reads: delete {SINGLE}, or the index and its shards, whichever is not the model"
         )
     return Source(
         name=checkpoint.name,

@@ -1,8 +1,8 @@
 """Which files of a folder hold a checkpoint's weights, by the rules of the loaders that read the other half.
 
 transformers (`_get_resolved_checkpoint_files`) and LMDeploy's PyTorch engine (`ModelWeightLoader`) read
-``model.safetensors`` and look at an index only where there is none; LMDeploy's TurboMind (`create_checkpoint`) reads the
-index first. `save_pretrained` leaves the index of the shards that it replaced, so that a folder may have both.
+``model.safetensors`` and look at an index only where there is none; LMDeploy's TurboMind (`create_checkpoint`) reads
+the index first. `save_pretrained` leaves the index of the shards that it replaced, so that a folder may have both.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _map_from_headers(folder: Path, files: Iterable[str]) -> dict[str, str]:
         twice = next((tensor for tensor in tensors if tensor in found), None)
         if twice is not None:
             raise CheckpointError(
-                f"{folder} has no {INDEX}, and both {found[twice]} and {name} hold the tensor {twice}: delete the files "
-                f"that are not the model's"
+                f"{folder} has no {INDEX}, and both {found[twice]} and {name} hold the tensor {twice}: delete the "
+                f"files that are not the model's"
             )
         found |= dict.fromkeys(tensors, name)
     return found

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from turbovit.engines.store import bundles_folder, cached_digest, file_sha256, home
+from turbovit.engines import store as module
+from turbovit.engines.store import _fingerprint, bundles_folder, cached_digest, file_sha256, forget_digest, home
 
 MTIME_NS = 1_700_000_000_123_456_789
 
@@ -59,10 +60,10 @@ def test_the_home_is_configurable(store: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_unchanged_file_is_not_hashed_again(file: Path) -> None:
-    assert file_sha256(file) == sha256(b"some weights")
-    write(file, b"other bytes!")  # same size and modification time: as unchanged as the index can tell
-    assert file_sha256(file) == sha256(b"some weights")
-    assert file_sha256(file, use_cache=False) == sha256(b"other bytes!")
+    computed = iter(["01", "02"])
+    assert [cached_digest("key", [file], lambda: next(computed)) for _ in range(2)] == ["01", "01"]
+    assert cached_digest("key", [file], lambda: next(computed), use_cache=False) == "02"
+    assert cached_digest("key", [file], lambda: next(computed)) == "02"  # believed from now on
 
 
 @pytest.mark.parametrize(("data", "mtime_ns"), [(b"other bytes!", MTIME_NS + 1), (b"other", MTIME_NS)])
@@ -71,6 +72,59 @@ def test_a_changed_file_is_hashed_again(file: Path, data: bytes, mtime_ns: int) 
     write(file, data, mtime_ns)
     assert file_sha256(file) == sha256(data)
     assert file_sha256(file) == sha256(data)
+
+
+def test_a_file_written_under_the_same_times_is_hashed_again(file: Path) -> None:
+    for number in range(10, 30):  # at once, within a tick of the clock that files get their times from
+        data = f"weights {number}".encode()
+        write(file, data)
+        assert file_sha256(file) == sha256(data)
+
+
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_hashed_again(file: Path, tmp_path: Path) -> None:
+    file_sha256(file)
+    write(tmp_path / "other", b"other bytes!")
+    os.replace(tmp_path / "other", file)
+    assert file_sha256(file) == sha256(b"other bytes!")
+
+
+def test_a_link_that_leads_elsewhere_is_hashed_again(file: Path, tmp_path: Path) -> None:
+    link, other = tmp_path / "link", tmp_path / "other"
+    write(other, b"other bytes!")
+    for target, data in ((file, b"some weights"), (other, b"other bytes!"), (file, b"some weights")):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        assert file_sha256(link) == sha256(data)
+
+
+def test_what_changed_while_it_was_hashed_is_not_believed(file: Path, store: Path) -> None:
+    def digest_and_write() -> str:
+        write(file, b"other bytes!")
+        return "01"
+
+    assert cached_digest("key", [file], digest_and_write) == "01"
+    assert index(store) == {}
+    assert cached_digest("key", [file], lambda: "02") == "02"
+
+
+def test_a_bit_that_rots_is_found_by_hashing_and_not_believed_any_more(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unchanged = _fingerprint(file)
+    monkeypatch.setattr(module, "_fingerprint", lambda path: unchanged)  # the disk rots, nothing writes
+    assert file_sha256(file) == sha256(b"some weights")
+    write(file, b"some weighty")
+    assert file_sha256(file) == sha256(b"some weights")
+    assert file_sha256(file, use_cache=False) == sha256(b"some weighty")
+    assert file_sha256(file) == sha256(b"some weighty")
+
+
+def test_a_digest_can_be_forgotten(file: Path, store: Path) -> None:
+    cached_digest("key", [file], lambda: "01")
+    forget_digest("key")
+    forget_digest("key")
+    assert index(store) == {}
+    assert cached_digest("key", [file], lambda: "02") == "02"
 
 
 def test_files_of_more_than_one_chunk_are_hashed_whole(file: Path) -> None:
@@ -121,7 +175,7 @@ def test_a_home_that_cannot_be_made_is_only_logged(
 
 
 NO_ENTRIES: list[Any] = [None, 1, "x", [], {}, {"files": []}, {"digest": "00"}]
-NO_FILES: list[Any] = [None, 1, "x", {}, [1], ["x"], [[]], [[1, 2, 3]], [["x", "y", "z"]], [["\0", 1, 1]]]
+NO_FILES: list[Any] = [None, 1, "x", {}, [1], ["x"], [[]], [[1, 2, 3]], [["x", *"abcde"]], [["\0", 1, 1, 1, 1, 1]]]
 NO_DIGESTS: list[Any] = [None, 1, "no hex", ["00"], {}]
 # Whatever may stand in the index, JSON or not. KEY is the file's, FILES are what the index would say of it.
 DAMAGED = [
@@ -129,14 +183,16 @@ DAMAGED = [
     *(json.dumps({"KEY": entry}).encode() for entry in NO_ENTRIES),
     *(json.dumps({"KEY": {"files": f, "digest": "00"}, "b": {"files": f, "digest": "00"}}).encode() for f in NO_FILES),
     *(json.dumps({"KEY": {"files": "FILES", "digest": digest}}).encode() for digest in NO_DIGESTS),
-    b'{"KEY": {"files": [["x", Infinity, NaN]], "digest": "00"}}',
-    b'{"KEY": {"files": [["' + b"x" * 5000 + b'", 1, 1]], "digest": "00"}}',
+    b'{"KEY": {"files": [["x", Infinity, NaN, 1, 1, 1]], "digest": "00"}}',
+    b'{"KEY": {"files": [["' + b"x" * 5000 + b'", 1, 1, 1, 1, 1]], "digest": "00"}}',
+    # As it was before inode and time of change were part of it.
+    b'{"KEY": {"files": [["x", 12, 1700000000123456789]], "digest": "00"}}',
 ]
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=lambda content: ascii(content[:60]))
 def test_a_damaged_index_is_replaced(content: bytes, file: Path, store: Path) -> None:
-    fingerprint = json.dumps([[str(file), file.stat().st_size, MTIME_NS]])
+    fingerprint = json.dumps([_fingerprint(file)])
     content = content.replace(b"KEY", f"file:{file}".encode()).replace(b'"FILES"', fingerprint.encode())
     store.mkdir()
     (store / "index.json").write_bytes(content)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from turbovit.engines.families import FAMILIES
+
 if TYPE_CHECKING:
     from turbovit.engines.bundle import Bundle
 
@@ -80,3 +82,9 @@ def changed_model(tiny_gemma3: Path, tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return change
+
+
+@pytest.fixture(params=[row.name for row in FAMILIES])
+def any_checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of the tiny sample of each family, to be changed."""
+    return shutil.copytree(request.getfixturevalue(f"tiny_{request.param}"), tmp_path / request.param)

@@ -303,8 +303,9 @@ class Hub:
         self.folder = folder
         self.asked: list[list[str]] = []
 
-    def snapshot_download(self, model: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(self, model: str, *, allow_patterns: list[str], revision: str | None) -> str:
         assert model == "owner/name"
+        assert revision == (self.folder.name if self.asked else None)  # all comes from one commit
         self.asked.append(allow_patterns)
         return str(self.folder)
 
@@ -324,7 +325,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def test_only_shards_with_vision_tensors_are_downloaded(hub: Hub) -> None:
     write_sharded(hub.folder, {"first.safetensors": ["vision.a"], "second.safetensors": ["text.a"]})
     checkpoint = open_checkpoint("owner/name", is_vision)
-    assert hub.weights == ["first.safetensors"]
+    assert hub.weights == [SINGLE, "first.safetensors"]  # the former where there is one besides
     assert all(set(SMALL_FILES) <= set(asked) for asked in hub.asked)
     assert checkpoint.name == "owner/name"
     assert checkpoint.vision_names(is_vision) == ["vision.a"]
