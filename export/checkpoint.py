@@ -85,9 +85,9 @@ class Checkpoint:
         shards = [SINGLE]
         if (self.folder / INDEX).is_file():
             shards += vision_files(weight_maps(self.folder).get(INDEX, {}), is_vision)
-        fetch(self.name, [*SMALL_FILES, *shards], missing, self.folder.name)
+        fetch(self.name, [*SMALL_FILES, *shards], missing, self.folder)
         if not any((self.folder / file).is_file() for file in (SINGLE, INDEX)):
-            fetch(self.name, [*SMALL_FILES, SERIES], missing, self.folder.name)
+            fetch(self.name, [*SMALL_FILES, SERIES], missing, self.folder)
         return self
 
     def second_set(self, is_vision: Callable[[str], bool]) -> Checkpoint | None:

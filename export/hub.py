@@ -22,14 +22,15 @@ def require_hub_id(model: str) -> None:
 
 
 def fetch(
-    model: str, patterns: Sequence[str], missing: Callable[[Path], str | None], revision: str | None = None
+    model: str, patterns: Sequence[str], missing: Callable[[Path], str | None], snapshot: Path | None = None
 ) -> Path:
     """The folder of a snapshot that has the files of `patterns`.
 
     Args:
-        missing: asked where there is no network and the cache, which another program may have filled, lacks some of the
-            files: the first one that cannot be done without, or None.
-        revision: a commit; None takes the newest of the main branch.
+        missing: asked where there is no network and the cache, which another program may have filled, lacks some of
+            the files: the first one that cannot be done without, or None.
+        snapshot: one that was fetched before, to be completed from the same commit; None takes the newest of the main
+            branch.
 
     Raises:
         CheckpointError: the hub cannot be reached, does not have the model, or the cache lacks a file that is needed.
@@ -37,19 +38,20 @@ def fetch(
     from huggingface_hub import snapshot_download
 
     try:
+        revision = snapshot.name if snapshot else None
         return Path(snapshot_download(model, allow_patterns=list(patterns), revision=revision))
     except Exception as error:  # the hub's own errors, and whatever its HTTP library lets through
-        snapshot = getattr(error, "snapshot_path", None)  # of IncompleteSnapshotError, which not all versions have
-        if snapshot is None:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # Of IncompleteSnapshotError, which not all versions have, and which none raises for a commit.
+        there = getattr(error, "snapshot_path", None) or snapshot
+        if there is None:
             raise CheckpointError(
                 f"there is no folder {model!r}, and fetching it from the hub failed: {reason}"
             ) from error
-        folder = Path(snapshot)
-    lacking = missing(folder)
-    if lacking is not None:
-        raise CheckpointError(
-            f"the hub cannot be reached, and the cache of {model} lacks {lacking}: "
-            f"where there is a network, run: hf download {model} {lacking}"
-        )
-    return folder
+        lacking = missing(Path(there))
+        if lacking is not None:
+            raise CheckpointError(
+                f"the cache of {model} lacks {lacking}, and fetching it from the hub failed: {reason} (where there is "
+                f"a network: hf download {model} {lacking})"
+            ) from error
+    return Path(there)

@@ -191,9 +191,9 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
         CheckpointError: vision tensors are missing, unknown or of another shape than the config says; or there are two
             sets of weights, and they differ.
     """
-    digest = _vision_sha256(tower, spec, checkpoint)
+    digest = checkpoint.tensors_sha256(checked_names(tower, spec, checkpoint), tower.canonical_name)
     second = checkpoint.second_set(tower.is_checkpoint_vision)
-    if second is not None and _vision_sha256(tower, spec, second) != digest:
+    if second is not None and second.tensors_sha256(_used_names(tower, second), tower.canonical_name) != digest:
         shards = vision_files(second.weight_map, tower.is_checkpoint_vision)
         raise CheckpointError(
             f"{checkpoint.folder} holds two sets of weights with different vision tensors: {SINGLE}, which "
@@ -227,10 +227,6 @@ def require_same_config(tower: type[Tower], checkpoint: Checkpoint, folder: Path
             f"the checkpoint changed while it was read: the processor files in {checkpoint.folder} are not those of a "
             f"moment ago; leave it alone, and run this again"
         )
-
-
-def _vision_sha256(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> str:
-    return checkpoint.tensors_sha256(checked_names(tower, spec, checkpoint), tower.canonical_name)
 
 
 def described_tower(tower: type[T], checkpoint: Checkpoint) -> T:
@@ -268,8 +264,7 @@ def checked_names(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> list
     Raises:
         CheckpointError: vision tensors are missing, unknown or of another shape than the config says.
     """
-    vision = checkpoint.vision_names(tower.is_checkpoint_vision)
-    names = [name for name in vision if tower.canonical_name(name) not in tower.unused]
+    names = _used_names(tower, checkpoint)
     found = checkpoint.shapes(names)
     actual = {tower.canonical_name(name): shape for name, shape in found.items()}
     expected = tower.tensor_shapes(spec)
@@ -292,6 +287,11 @@ def checked_names(tower: type[Tower], spec: Any, checkpoint: Checkpoint) -> list
             f"the vision tensors of {checkpoint.name} do not fit its config.json: {'; '.join(filter(None, problems))}"
         )
     return names
+
+
+def _used_names(tower: type[Tower], checkpoint: Checkpoint) -> list[str]:
+    names = checkpoint.vision_names(tower.is_checkpoint_vision)
+    return [name for name in names if tower.canonical_name(name) not in tower.unused]
 
 
 def _problem(kind: str, entries: list[str]) -> str | None:

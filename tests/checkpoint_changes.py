@@ -36,9 +36,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Ten
 
 
 def with_other_vision(folder: Path) -> Callable[[dict[str, Tensor]], Mapping[str, Tensor]]:
-    """One value of the last vision tensor is another."""
-    name = vision_names(folder)[-1]
-    return lambda tensors: tensors | {name: _changed(tensors[name])}
+    """One value of the first and one of the last vision tensor is another."""
+    first, *_, last = vision_names(folder)
+    return lambda tensors: tensors | {name: _changed(tensors[name]) for name in (first, last)}
 
 
 def _changed(tensor: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def as_pointer(path: Path) -> None:
 
 
 def as_second_version(folder: Path, target: Path) -> Path:
-    """A copy whose vision weights differ in one value."""
+    """A copy with other vision weights."""
     shutil.copytree(folder, target)
     rewrite(target, with_other_vision(target))
     return target

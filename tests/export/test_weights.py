@@ -1,4 +1,4 @@
-"""Which files are a checkpoint's weights, as the loaders of the other half have it; and what is said of what is none."""
+"""Which files are a checkpoint's weights, as the other half's loaders have it; and what is said of what is none."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_name_that_only_one_set_has_is_a_difference(tiny_gemma3: Path, changed
     tensors = load_file(folder / SINGLE)
     name = vision_names(folder)[-1]
     shard(folder, {other: tensor for other, tensor in tensors.items() if other != name})
-    with pytest.raises(CheckpointError, match=f"1 missing .{name}"):
+    with pytest.raises(CheckpointError, match="holds two sets of weights with different vision tensors"):
         digest(folder)
 
 
@@ -243,7 +243,7 @@ def test_one_value_that_is_no_number_is_the_checkpoints_fault(
 
     rewrite(any_checkpoint, change)
     digest(any_checkpoint)
-    with pytest.raises(CheckpointError, match=f"the checkpoint holds NaN or infinity in {called} .1 of the"):
+    with pytest.raises(CheckpointError, match=rf"the checkpoint holds NaN or infinity in {called} \(1 of the"):
         tower_of(any_checkpoint)
 
 
