@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from turbovit import cli
 from turbovit.engines.bundle import Bundle
+from turbovit.engines.errors import BundleError
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,53 @@ def test_verify_runs_the_engines_and_fails_on_a_wrong_one(
     bad = run("verify", changed)
     assert bad.code == 1
     assert "failed" in bad.out
+
+
+def test_a_bit_that_a_program_flips_is_found_by_every_opening(
+    run: Command, tiny_gemma3_bundle: Bundle, tmp_path: Path, picture: Path
+) -> None:
+    bundle = shutil.copytree(tiny_gemma3_bundle.path, tmp_path / "flipped")
+    assert run("encode", bundle, picture).code == 0  # now the index knows the files
+    _flip_a_bit(bundle / "weights.fp32.bin")
+    for command in (["encode", bundle, picture], ["verify", bundle], ["encode", bundle, picture], ["inspect", bundle]):
+        assert "weights.fp32.bin is damaged: sha256 " in refused(run(*command))
+
+
+def test_what_verify_finds_rotten_is_never_opened_again(
+    run: Command,
+    tiny_gemma3: Path,
+    tiny_gemma3_bundle: Bundle,
+    tmp_path: Path,
+    picture: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from turbovit.engines import store
+    from turbovit.engines.encoder import open_encoder
+    from turbovit.lmdeploy_ext import load_vision_model
+    from turbovit.lmdeploy_ext.doctor import diagnose
+
+    bundle = shutil.copytree(tiny_gemma3_bundle.path, tmp_path / "rotten")
+    assert run("encode", bundle, picture).code == 0
+    as_written = {path: store._fingerprint(path) for path in bundle.rglob("*") if path.is_file()}
+    rest = store._fingerprint
+    monkeypatch.setattr(store, "_fingerprint", lambda path: as_written.get(path) or rest(path))
+    names = ("weights.fp32.bin", "reference.safetensors")
+    for name in names:  # nothing is written, as far as anyone sees
+        _flip_a_bit(bundle / name)
+    for command in (["verify", bundle], ["encode", bundle, picture]):
+        line = refused(run(*command))
+        assert all(name in line for name in names)
+    for entry in (open_encoder, lambda path: load_vision_model(tiny_gemma3, bundle=path)):
+        with pytest.raises(BundleError, match="is damaged: sha256 "):
+            entry(bundle)
+    monkeypatch.setenv("TURBOVIT_BUNDLE", str(bundle))
+    assert any("is damaged: sha256 " in finding.detail for finding in diagnose(str(tiny_gemma3)))
+    for name, still in zip(names, (True, False), strict=True):  # one repaired is not enough
+        shutil.copy(tiny_gemma3_bundle.path / name, bundle)
+        del as_written[bundle / name]
+        assert (run("encode", bundle, picture).code == 2) == still
+    assert run("verify", bundle).code == 0
+    assert run("encode", bundle, picture).code == 0
 
 
 def test_doctor_names_what_turbomind_lacks(run: Command, tiny_gemma3: Path) -> None:
@@ -241,6 +290,17 @@ def test_unknown_options_are_bad_usage(run: Command) -> None:
 
 def _listing(folder: Path) -> list[str]:
     return sorted(path.as_posix() for path in folder.rglob("*"))
+
+
+def _flip_a_bit(path: Path) -> None:
+    """In place, with the modification time kept."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(before.st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(before.st_size // 2)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def _replace_reference(folder: Path) -> None:
