@@ -25,7 +25,7 @@ def in_child(step: str, **arguments: Any) -> dict[str, float]:
         BuildError: it failed; with its own error, or how it ended and what it said last.
     """
     command = [sys.executable, "-m", "turbovit.benchmarks.child", json.dumps({"step": step, **arguments}, default=str)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if result.returncode:
         said = "; ".join(result.stderr.strip().splitlines()[-LAST_LINES:])
         raise BuildError(f"{step} {ending(result.returncode)} in a process of its own: {said}")

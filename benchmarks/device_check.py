@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json is not None:
         result = {"device": str(options.device), "seconds": seconds, "machine": facts, **findings.plain()}
         temporary = given.json.with_name(f".{given.json.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
+        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, given.json)
     return 1 if findings.failed else 0
 

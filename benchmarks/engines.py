@@ -59,7 +59,10 @@ def compiled_family(
     arguments = [family, str(directory), size, precision, ",".join(capabilities)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-m", _MODULE, "--one", *arguments], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", _MODULE, "--one", *arguments],
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment,
     )
     if done.returncode:
         raise RuntimeError(f"compiling {family} ended with status {done.returncode}")

@@ -61,7 +61,7 @@ def machine_line(facts: dict[str, Any]) -> str:
 
 def resident_bytes() -> int:
     """The resident set of this process now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -72,7 +72,7 @@ def _gpu(properties: Any) -> str:
 
 def _cpu_model() -> str:
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

@@ -39,7 +39,7 @@ class DeepseekVL2VisionModel(nn.Module):
     @classmethod
     def from_checkpoint(cls, checkpoint: Path) -> DeepseekVL2VisionModel:
         """In float32, from a checkpoint folder."""
-        config = json.loads((checkpoint / "config.json").read_text())
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         return cls(config["vision_config"], _tensors(checkpoint))
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ class DeepseekVL2Reference(Reference):
     def __init__(self, checkpoint: Path):
         from transformers import AutoTokenizer
 
-        self.config = json.loads((checkpoint / "config.json").read_text())
-        self.settings = json.loads((checkpoint / "processor_config.json").read_text())
+        self.config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        self.settings = json.loads((checkpoint / "processor_config.json").read_text(encoding="utf-8"))
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.image_id = self.tokenizer.convert_tokens_to_ids("<image>")
         tensors = _tensors(checkpoint)

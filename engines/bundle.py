@@ -230,7 +230,7 @@ def text_from_manifest(manifest: Manifest) -> str:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` in one atomic step: a reader sees the old manifest or the new one."""
     temporary = folder / f".{MANIFEST}.{os.getpid()}"
-    temporary.write_text(text_from_manifest(manifest))
+    temporary.write_text(text_from_manifest(manifest), encoding="utf-8")
     os.replace(temporary, folder / MANIFEST)
 
 

@@ -36,7 +36,7 @@ class DeepseekVL2Preprocessor(Preprocessor):
     alpha = "drop"
 
     def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):
-        config = json.loads((processor_folder / PROCESSOR_FILE).read_text())
+        config = json.loads((processor_folder / PROCESSOR_FILE).read_text(encoding="utf-8"))
         self._resolutions: list[Resolution] = [(width, height) for width, height in config["candidate_resolutions"]]
         self._colour = tuple(int(value * 255) for value in config.get("image_mean") or DEFAULT_MEAN)
         self._tile, self._side = int(facts["tile"]), int(facts["tokens_per_side"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +20,16 @@ if TYPE_CHECKING:
 # ONNX's TensorProto element types, which IO binding takes so that bfloat16 needs no numpy dtype.
 _ONNX_TYPES = {torch.uint8: 2, torch.int32: 6, torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+@dataclass(frozen=True)
+class _PathOnDisk(os.PathLike[bytes]):
+    """A path as the file system has it: onnxruntime writes a str as UTF-8, which not every locale's paths are."""
+
+    path: Path
+
+    def __fspath__(self) -> bytes:
+        return os.fsencode(self.path)
 
 
 class OnnxRuntimeRunner(Runner):
@@ -49,7 +62,7 @@ class OnnxRuntimeRunner(Runner):
             provider = (_PROVIDERS["cuda"], {"device_id": str(device.index or 0), "use_tf32": "0"})
         path = bundle.file(engine.file)
         try:
-            session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+            session = onnxruntime.InferenceSession(_PathOnDisk(path), options, providers=[provider])
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             reason = str(error).replace(str(path), path.name)  # while a bundle is built it lies elsewhere
             raise BundleError(f"onnxruntime {onnxruntime.__version__} cannot load {path.name}: {reason}") from error

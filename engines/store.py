@@ -6,14 +6,18 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 from platformdirs import user_cache_path
+
+from turbovit.engines.errors import BuildError
 
 logger = logging.getLogger("turbovit")
 
@@ -36,9 +40,36 @@ class _Entry:
 
 
 def home() -> Path:
-    """``$TURBOVIT_HOME``, or ``~/.cache/turbovit``."""
+    """``$TURBOVIT_HOME``, or ``~/.cache/turbovit``, or a temporary folder where the user's home cannot hold that.
+
+    Raises:
+        BuildError: there is no such place at all.
+    """
     configured = os.environ.get("TURBOVIT_HOME")
-    return Path(configured) if configured else user_cache_path("turbovit")
+    if configured:
+        return Path(configured)
+    usual = user_cache_path("turbovit")
+    nearest = next(folder for folder in (usual, *usual.parents) if os.path.exists(folder))
+    writable = os.access(nearest, os.W_OK | os.X_OK, effective_ids=True)
+    return usual if nearest == usual or writable else _temporary_home(usual)
+
+
+@cache
+def _temporary_home(usual: Path) -> Path:
+    """A folder that nobody else can write to; says once that the next machine will not have it."""
+    advice = "set TURBOVIT_HOME to a folder that stays"
+    try:
+        folder = Path(tempfile.gettempdir()) / f"turbovit-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise BuildError(
+            f"the store can be made neither as {usual} nor as a temporary folder ({error}): {advice}"
+        ) from None
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise BuildError(f"{usual} cannot be made, and others can write to {folder}: {advice}")
+    logger.warning("%s cannot be made, so the store is %s: %s", usual, folder, advice)
+    return folder
 
 
 def bundles_folder() -> Path:
@@ -111,7 +142,7 @@ def _are_fresh(files: list[_Fingerprint]) -> bool:
 def _read_index() -> dict[str, _Entry]:
     """What is known; nothing where the index is missing or damaged."""
     try:
-        index = json.loads((home() / _INDEX).read_text())
+        index = json.loads((home() / _INDEX).read_text(encoding="utf-8"))
         return {key: _entry_from_json(entry) for key, entry in index.items()}
     except Exception:  # JSON of another shape raises whatever it happens to raise
         return {}
@@ -132,7 +163,7 @@ def _change_index(change: Callable[[dict[str, _Entry]], object]) -> None:
             index = {k: e for k, e in _read_index().items() if all(os.path.exists(file) for file, *_ in e.files)}
             change(index)
             temporary = home() / f"{_INDEX}.{os.getpid()}"
-            temporary.write_text(json.dumps({k: asdict(e) for k, e in index.items()}))
+            temporary.write_text(json.dumps({k: asdict(e) for k, e in index.items()}), encoding="utf-8")
             os.replace(temporary, home() / _INDEX)
     except (OSError, NotImplementedError) as error:  # the latter is filelock's, where there are no locks
         logger.warning("the index in %s cannot be written (%s): hashes are computed again next time", home(), error)

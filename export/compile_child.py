@@ -50,7 +50,7 @@ def main() -> None:
     """Run the job on stdin."""
     job = CompileJob(**json.load(sys.stdin))
     _end_with(job.parent)
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # the library prints to both
 
     def answer(**fields: Any) -> None:
@@ -78,7 +78,9 @@ def _compile(job: CompileJob, report: Callable[[str], None]) -> None:
     report("parsing the graph")
     # Where a version has no such flag, its networks are nothing else.
     typed = hasattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
-    network = network_from_onnx_path(job.graph, strongly_typed=typed)
+    graph = Path(job.graph)
+    os.chdir(graph.parent)  # the library takes a path as UTF-8, which not every locale's are
+    network = network_from_onnx_path(graph.name, strongly_typed=typed)
     profiles = []
     for shapes in job.profiles:
         profile = Profile()
@@ -139,7 +141,7 @@ def _monitor(library: Any, report: Callable[[str], None]) -> Any:
 
 def peak_bytes() -> int:
     """The largest resident memory of this process so far; unlike getrusage's it does not count who started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 

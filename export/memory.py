@@ -129,7 +129,7 @@ def require_build_memory(weights: int) -> None:
 def _available() -> int | None:
     """Bytes that programs can still have, as the kernel estimates it."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]

@@ -76,7 +76,7 @@ def engine_from_onnx(
 
 
 def _run(job: CompileJob, report: Callable[[str], None]) -> None:
-    with tempfile.TemporaryFile("w+", errors="replace") as log, _child(log) as child:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log, _child(log) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: its log says why
@@ -105,7 +105,7 @@ def _child(log: IO[str]) -> Iterator[subprocess.Popen[str]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
-        text=True,
+        encoding="utf-8",
         cwd="/",
         env=environment,
         start_new_session=True,

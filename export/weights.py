@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: it is missing or no JSON object.
     """
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}: a Hugging Face checkpoint folder is expected"

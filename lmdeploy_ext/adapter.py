@@ -90,6 +90,9 @@ def check(parts: Mapping[str, tuple[str, ...]] = PRIVATE_PARTS) -> list[str]:
         except (ImportError, AttributeError) as error:
             problems.append(f"{path} is gone: {error}")
             continue
+        except Exception as error:  # whatever LMDeploy and all that it imports do at import
+            problems.append(f"{module} cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})")
+            continue
         parameters = inspect.signature(part).parameters
         missing = [name for name in expected if name not in parameters]
         if missing:

@@ -124,7 +124,7 @@ def _turbomind_folder() -> Path | None:
 
 def _supported_architectures(folder: Path) -> set[str]:
     """The keywords of ``SUPPORTED_ARCHS = dict(...)``."""
-    for node in ast.walk(ast.parse((folder / "supported_models.py").read_text())):
+    for node in ast.walk(ast.parse((folder / "supported_models.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.Assign) and any(
             getattr(target, "id", "") == "SUPPORTED_ARCHS" for target in node.targets
         ):
@@ -137,7 +137,7 @@ def _supported_architectures(folder: Path) -> set[str]:
 
 def _request_names(folder: Path) -> set[str]:
     """What ``TurboMindInstance.prepare_inputs`` reads: its parameters, and the keys of what they hold."""
-    for node in ast.walk(ast.parse((folder / "turbomind.py").read_text())):
+    for node in ast.walk(ast.parse((folder / "turbomind.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name == "prepare_inputs":
             inside = list(ast.walk(node))
             keys = {str(part.value) for part in inside if isinstance(part, ast.Constant)}
@@ -148,4 +148,4 @@ def _request_names(folder: Path) -> set[str]:
 @cache
 def _sources(folder: Path) -> str:
     files = sorted(path for sub in ("models", "builders") for path in (folder / sub).glob("*.py"))
-    return "\n".join(path.read_text() for path in files)
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)

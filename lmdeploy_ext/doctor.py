@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+from turbovit.engines.errors import TurbovitError
 from turbovit.lmdeploy_ext.capability import State
 from turbovit.lmdeploy_ext.diagnosis import Diagnosis
 from turbovit.lmdeploy_ext.model_doctor import diagnose_model
@@ -25,7 +27,26 @@ def diagnose(model: str | None = None) -> list[Diagnosis]:
         CheckpointError: there is no such checkpoint.
         UnsupportedModelError: no family serves its architecture.
     """
-    return [*_machine(), *_packages(), *_runtimes(), *_lmdeploy(), *(diagnose_model(model) if model else ())]
+    sections: dict[str, Callable[[], Iterable[Diagnosis]]] = {
+        "machine": _machine,
+        "package": _packages,
+        "runtime": _runtimes,
+        "lmdeploy": _lmdeploy,
+    }
+    if model is not None:
+        sections["model"] = lambda: diagnose_model(model)
+    return [finding for name, section in sections.items() for finding in _whatever_happens(name, section)]
+
+
+def _whatever_happens(name: str, section: Callable[[], Iterable[Diagnosis]]) -> Iterator[Diagnosis]:
+    """A section as far as it goes: what breaks a library here is what the report is for."""
+    try:
+        yield from section()
+    except TurbovitError:
+        raise
+    except Exception as error:  # any library's own
+        detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        yield Diagnosis(name, "the rest of this part", "unknown", detail)
 
 
 def _machine() -> list[Diagnosis]:

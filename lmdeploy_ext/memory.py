@@ -68,7 +68,7 @@ def host_memory() -> tuple[int, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
     meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    lines = meminfo.read_text(encoding="utf-8").splitlines() if meminfo.is_file() else []
     available = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     return next(available, free), total
 

@@ -87,7 +87,7 @@ def _lmdeploy_folder() -> Path | None:
 @cache
 def _module_map(folder: Path) -> dict[str, str]:
     """The entries of ``MODULE_MAP.update({...})``: architecture to the name of the file that has its class."""
-    tree = ast.parse((folder / "pytorch" / "models" / "module_map.py").read_text())
+    tree = ast.parse((folder / "pytorch" / "models" / "module_map.py").read_text(encoding="utf-8"))
     updates = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_map_update(node.func))
     return dict(entry for update in updates for entry in _entries(update))
 
@@ -106,9 +106,11 @@ def _entries(update: ast.Call) -> Iterator[tuple[str, str]]:
 
 def _has_hook(folder: Path) -> bool:
     config, models = folder / "messages.py", folder / "pytorch" / "models" / "patch.py"
-    return "custom_module_map:" in config.read_text() and "def update_custom_module_map" in models.read_text()
+    return "custom_module_map:" in config.read_text(
+        encoding="utf-8"
+    ) and "def update_custom_module_map" in models.read_text(encoding="utf-8")
 
 
 def _has_sign(folder: Path, module: str | None, signs: tuple[str, ...]) -> bool:
     file = folder / "pytorch" / "models" / f"{module}.py"
-    return file.is_file() and any(sign in file.read_text() for sign in signs)
+    return file.is_file() and any(sign in file.read_text(encoding="utf-8") for sign in signs)

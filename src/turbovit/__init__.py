@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from turbovit.engines.account import complete_account
+
 if TYPE_CHECKING:
     from turbovit.engines.bundle import open_bundle
     from turbovit.engines.encoder import Encoded, Encoder, open_encoder
@@ -23,6 +25,8 @@ _LAZY = {
     "open_bundle": "turbovit.engines.bundle",
     "open_encoder": "turbovit.engines.encoder",
 }
+
+complete_account()  # before any library asks
 
 
 def __getattr__(name: str) -> Any:

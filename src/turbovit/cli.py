@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,9 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 a check failed, 2 bad usage or input."""
     debug = "--debug" in sys.argv
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A path may hold bytes that are no characters of the locale, and a config characters that it does not have.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except TurbovitError as error:

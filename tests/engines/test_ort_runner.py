@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,7 +124,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_float32_on_cuda_is_not_tf32(sessions: dict[str, Any], engine: Engine, tiny_gemma3_bundle: Bundle) -> None:
     OnnxRuntimeRunner.open(tiny_gemma3_bundle, engine, CUDA)
-    assert sessions["path"] == str(tiny_gemma3_bundle.path / engine.file)
+    assert os.fsdecode(sessions["path"]) == str(tiny_gemma3_bundle.path / engine.file)
     assert sessions["providers"] == [("CUDAExecutionProvider", {"device_id": "1", "use_tf32": "0"})]
 
 
