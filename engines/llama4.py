@@ -64,11 +64,11 @@ class Llama4Preprocessor(Preprocessor):
         canvases = planning.find_supported_resolutions(max_num_chunks=processor.max_patches, patch_size=tile)
         largest = processor.resize_to_max_canvas
         best = planning.get_best_fit(size, torch.tensor(canvases), resize_to_max_canvas=largest)
-        canvas = (int(best[0]), int(best[1]))
-        # Small images are enlarged to one tile at most.
-        target = canvas if largest else tuple(min(max(a, side), b) for a, b in zip(size, canvas, strict=True))
+        # Small images are enlarged to one tile at most. Where the canvas is the limit it stays a tensor, as there:
+        # what is divided by a side is float32 then, and one pixel less for many a photo of 3:4.
+        target = best if largest else tuple(min(max(a, side), b) for a, b in zip(size, best, strict=True))
         height, width = planning.get_max_res_without_distortion(size, target)
-        return canvas, (max(height, 1), max(width, 1))
+        return (int(best[0]), int(best[1])), (max(int(height), 1), max(int(width), 1))
 
     def inputs_from_rows(self, rows: torch.Tensor, group: Hashable) -> dict[str, torch.Tensor]:
         return {"pixels": rows}

@@ -7,7 +7,6 @@ Reference: `transformers.models.qwen3_vl` (processors; `get_vision_interpolation
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turbovit.engines.byte_cache import ByteCache
 from turbovit.engines.errors import InputError
 from turbovit.engines.images import ImageLike, readable_rgb
 from turbovit.engines.preprocessor import Encoded, Grid, Pixels, Preprocessor, Video
@@ -28,6 +28,9 @@ PATCHES_A_RUN = 16384
 _SHARED_SETTINGS = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "image_mean", "image_std")
 # What a video without one is taken to have; Qwen3VLProcessor does the same.
 _DEFAULT_FPS = 24.0
+# Of all devices together: 400 grids of 1920x1080, or 25 of 4096x4096.
+_GRIDS = ByteCache(64 << 20)
+_CPU = torch.device("cpu")
 
 
 class Qwen3VLPreprocessor(Preprocessor):
@@ -89,7 +92,7 @@ class Qwen3VLPreprocessor(Preprocessor):
 
     def inputs_from_rows(self, rows: Tensor, group: Hashable) -> dict[str, Tensor]:
         height, width = cast(tuple[int, int], group)
-        return {"pixels": rows, **_placed_grid_inputs(height, width, self._merge, self._side, rows.device)}
+        return {"pixels": rows, **grid_inputs(height, width, self._merge, self._side, rows.device)}
 
     def max_rows(self, group: Hashable) -> int:
         height, width = cast(tuple[int, int], group)
@@ -134,18 +137,26 @@ class Qwen3VLPreprocessor(Preprocessor):
         return tuple((first + last) / 2 for first, last in ends)
 
 
-@lru_cache(maxsize=256)
-def grid_inputs(height: int, width: int, merge: int, side: int) -> Mapping[str, Tensor]:
+def grid_inputs(height: int, width: int, merge: int, side: int, device: torch.device = _CPU) -> Mapping[str, Tensor]:
     """What the tower needs to know of a grid; patches in merge-block order. Not to be changed: it is cached.
 
     Args:
         height, width: of the grid, in patches; multiples of `merge`.
         merge: patches along a side of a merge block.
         side: learned positions along a side; they are resampled bilinearly, corner to corner (align_corners).
+        device: where the tensors shall be; they are copied there once.
 
     Returns:
         interp_index int32 [4, patches], interp_weight float32 [4, patches], patch_position int32 [patches, 2].
     """
+
+    def make() -> Mapping[str, Tensor]:
+        return {name: tensor.to(device) for name, tensor in _grid_inputs(height, width, merge, side).items()}
+
+    return _GRIDS.get((height, width, merge, side, device), make)
+
+
+def _grid_inputs(height: int, width: int, merge: int, side: int) -> dict[str, Tensor]:
     blocks = (height // merge, merge, width // merge, merge)
     rows, columns = (
         axis.reshape(blocks).transpose(1, 2).flatten()
@@ -159,12 +170,6 @@ def grid_inputs(height: int, width: int, merge: int, side: int) -> Mapping[str, 
         "interp_weight": weight,
         "patch_position": torch.stack([rows, columns], dim=1).to(torch.int32),
     }
-
-
-@lru_cache(maxsize=32)
-def _placed_grid_inputs(height: int, width: int, merge: int, side: int, device: torch.device) -> Mapping[str, Tensor]:
-    """`grid_inputs` on the device that the patches are on, copied there once."""
-    return {name: tensor.to(device) for name, tensor in grid_inputs(height, width, merge, side).items()}
 
 
 def _taps(position: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:

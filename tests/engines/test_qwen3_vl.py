@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import warnings
+import weakref
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from turbovit.engines import qwen3_vl
+from turbovit.engines.byte_cache import ByteCache
 from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Video
 from turbovit.engines.qwen3_vl import Qwen3VLPreprocessor, grid_inputs
@@ -84,7 +87,8 @@ def test_grid_inputs_equal_the_references() -> None:
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
     sizes = [2, 4, 6, 10, 26, 30, 40, 46, 48, 50, 64, 94, 96, 98, 128]
-    grids = [(h, w) for h in sizes for w in sizes] + [(2, 400), (400, 2), (2, 8000), (256, 256)]
+    grids = [(h, w) for h in sizes for w in sizes] + [(2, 8000), (256, 256)]
+    grids += [grid for side in range(2, 514, 2) for grid in ((2, side), (side, 2))]  # the axes are planned apart
     for side in (48, 7):
         for height, width in grids:
             grid = torch.tensor([[1, height, width]])
@@ -100,6 +104,20 @@ def test_grid_inputs_equal_the_references() -> None:
 def test_grid_inputs_are_computed_once_a_grid() -> None:
     assert grid_inputs(4, 6, 2, 48) is grid_inputs(4, 6, 2, 48)
     assert grid_inputs(4, 6, 2, 48) is not grid_inputs(6, 4, 2, 48)
+
+
+def test_grids_of_256_sizes_up_to_4096x4096_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ByteCache(qwen3_vl._GRIDS.limit)
+    monkeypatch.setattr(qwen3_vl, "_GRIDS", cache)
+    sizes = [(height, width) for height in range(16, 257, 16) for width in range(16, 257, 16)]  # 190 MB in all
+    assert len(sizes) == 256
+    assert sizes[-1] == (256, 256)
+    made = [weakref.ref(grid_inputs(*size, 2, 48)["interp_weight"]) for size in sizes]
+    alive = [tensor() for tensor in made if tensor() is not None]
+    assert sum(tensor.nbytes for tensor in alive) * 40 // 16 <= cache.bytes <= 64 << 20  # 16 of 40 bytes a patch
+    assert len(alive) < 60
+    assert grid_inputs(*sizes[-1], 2, 48) is grid_inputs(*sizes[-1], 2, 48)
+    assert made[-1]() is grid_inputs(*sizes[-1], 2, 48)["interp_weight"]
 
 
 @pytest.mark.parametrize(("size", "grid"), GRIDS.items(), ids=str)
