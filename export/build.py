@@ -28,7 +28,7 @@ from turbovit.export.atomic import folder_in_one_step, remove_leftovers
 from turbovit.export.certify import certified, with_engine, write_reference
 from turbovit.export.islands import islands_from_file
 from turbovit.export.memory import gpu_memory_lines, require_build_memory, weight_bytes
-from turbovit.export.plan import ATTENTION_FORMS, PRECISIONS, REFERENCE, CompileOptions, EnginePlan, Plan, plan_build
+from turbovit.export.plan import PRECISIONS, REFERENCE, CompileOptions, EnginePlan, Plan, plan_build
 from turbovit.export.precision import in_precision, recorded_ranges
 from turbovit.export.stand_ins import with_stand_ins
 from turbovit.export.to_onnx import derive_graph, onnx_from_tower, save_base_graph
@@ -82,7 +82,8 @@ def build(
         model: a Hugging Face folder or hub id.
         output: the bundle's folder; by default one in the store, named by family and identity.
         precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``.
-        runtimes: which runtimes to build for. Where one fails the build fails, and leaves what was there.
+        runtimes: which runtimes to build for. Where one fails the build fails, and leaves what was there. None at all
+            makes a bundle without engines: with the reference outputs and all that a preprocessor needs.
         limits: what the bundle shall accept in one engine run, such as ``{"images": 8}``.
         options: for the runtimes that compile: for which GPUs and which shapes.
         fp32_layers: layers of the tower that stay in float32 in half precision, by path (``blocks.3.mlp``) or glob.
@@ -94,8 +95,6 @@ def build(
         BundleError: the bundle that is there is damaged.
         CertificationError: an engine's outputs are off.
     """
-    if not runtimes:
-        raise BuildError(f"no runtime to build for; available: {', '.join(ATTENTION_FORMS)}")
     report("checking the checkpoint")
     plan = plan_build(model, precision, runtimes, limits or {}, options, fp32_layers)
     name = f"{plan.family.name}-{plan.manifest.identity[:16]}"

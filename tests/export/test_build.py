@@ -10,16 +10,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from safetensors import SafetensorError
 
+import turbovit
 from turbovit.engines.bundle import MANIFEST, Bundle, open_bundle, read_manifest, text_from_manifest
 from turbovit.engines.errors import BuildError, BundleError, CertificationError, TurbovitError
+from turbovit.engines.families import distinct_families
 from turbovit.engines.store import file_sha256
 from turbovit.export import build as module
+from turbovit.export import plan
 from turbovit.export.build import build
 from turbovit.export.plan import find_bundle
 
@@ -84,6 +88,35 @@ def test_two_builds_give_the_same_bundle(tiny_gemma3: Path, tiny_gemma3_bundle: 
     assert again.manifest.files == tiny_gemma3_bundle.manifest.files
     assert again.manifest == tiny_gemma3_bundle.manifest
     assert text_from_manifest(again.manifest) == tiny_gemma3_bundle.file(MANIFEST).read_text()
+
+
+@pytest.mark.parametrize("family", [row.name for row in distinct_families()])
+def test_a_bundle_without_engines_lacks_nothing_else(
+    family: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model, whole = (request.getfixturevalue(f"tiny_{family}{kind}") for kind in ("", "_bundle"))
+    built = build(model, tmp_path / "bundle", runtimes=())
+    assert built.new == built.bundle.manifest.engines == ()
+    assert_whole(built.bundle)
+    engines = {name for name in whole.manifest.files if name.startswith(("model.", "weights."))}
+    assert engines
+    assert built.bundle.manifest.files == {n: entry for n, entry in whole.manifest.files.items() if n not in engines}
+    assert built.bundle.manifest.ranges == whole.manifest.ranges
+    if family == "gemma3":
+        assert build(model, tmp_path / "bundle").bundle.manifest == whole.manifest
+
+
+def test_a_build_from_a_source_tree_needs_no_package_of_ours(
+    tiny_gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> str:
+        if name == "turbovit":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(plan, "version", absent)
+    built = build(tiny_gemma3, tmp_path / "bundle", runtimes=())
+    assert built.bundle.manifest.tools["turbovit"] == turbovit.__version__
 
 
 def test_precisions_stand_beside_each_other(tiny_gemma3_bundle: Bundle, every_precision: Bundle) -> None:
@@ -204,7 +237,7 @@ def test_an_empty_folder_becomes_the_bundle(
     ("options", "message"),
     [
         ({"runtimes": ["tensorflow"]}, "unknown runtime 'tensorflow'; available: onnxruntime"),
-        ({"runtimes": []}, "no runtime to build for; available: onnxruntime"),
+        ({"runtimes": [], "precision": "int8"}, "unknown precision 'int8'"),
         ({"precision": "int8"}, "unknown precision 'int8'; available: auto, fp32, fp16, bf16"),
         ({"limits": {"tiles": 4}}, "no limit 'tiles'; it has images"),
         ({"limits": {"images": 0}}, "limit of images is 0, expected at least 1"),
