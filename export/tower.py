@@ -79,6 +79,15 @@ class Tower(nn.Module, ABC):
         return image_processor_config(folder)
 
     @classmethod
+    def video_processor(cls, folder: Path) -> dict[str, Any] | None:
+        """The video processor's settings in a checkpoint's folder; None where there are none.
+
+        Raises:
+            CheckpointError: the family takes videos, and they are missing or cannot be used.
+        """
+        return video_processor_config(folder)
+
+    @classmethod
     @abstractmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Any:
         """Every size that the tower needs, as a frozen dataclass.
@@ -187,7 +196,7 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
     names = checked_names(tower, spec, checkpoint)
     processors = {
         "image_processor": tower.image_processor(checkpoint.folder),
-        "video_processor": video_processor_config(checkpoint.folder),
+        "video_processor": tower.video_processor(checkpoint.folder),
     }
     config = dataclasses.asdict(spec) | {name: settings for name, settings in processors.items() if settings}
     local = Path(checkpoint.name)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from filelock import FileLock
 from safetensors import SafetensorError
 
 import turbovit
@@ -259,6 +260,53 @@ def test_engines_that_miss_their_bound_leave_nothing(
         build(model)
     assert beside(store / "any") == set()
     assert find_bundle(model) is None
+
+
+LOCK_ERRORS = {
+    "read-only": OSError(errno.EROFS, os.strerror(errno.EROFS)),
+    "another user's": PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
+    "no locks": OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)),
+    "no such call": OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)),
+    "older filelock": NotImplementedError("FileSystem does not appear to support flock"),
+}
+
+
+@pytest.fixture(params=LOCK_ERRORS)
+def no_lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store whose bundles' locks cannot be had; what kind of store it is."""
+    acquire = FileLock.acquire
+
+    def fail(self: FileLock, *arguments: Any, **options: Any) -> Any:
+        if "index" in Path(self.lock_file).name:  # tested with the store
+            return acquire(self, *arguments, **options)
+        raise LOCK_ERRORS[request.param]
+
+    monkeypatch.setattr(FileLock, "acquire", fail)
+    return str(request.param)
+
+
+def test_nothing_to_do_needs_no_lock(tiny_gemma3: Path, copied: Bundle, no_lock: str) -> None:
+    before = files(copied.path)
+    built = build(tiny_gemma3, copied.path)
+    assert (built.bundle, built.new) == (copied, ())
+    assert files(copied.path) == before
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_store_that_cannot_be_locked_is_said_and_left_alone(
+    there: bool, tiny_gemma3: Path, copied: Bundle, tmp_path: Path, quick_export: Exported, no_lock: str
+) -> None:
+    folder = copied.path if there else tmp_path / "new"
+    before = files(copied.path)
+    with pytest.raises(BuildError) as caught:
+        build(tiny_gemma3, folder, precision="fp16")
+    if no_lock in ("read-only", "another user's"):
+        assert_one_line(caught.value, f"{folder} cannot be written: ", LOCK_ERRORS[no_lock].strerror)
+    else:
+        assert_one_line(caught.value, "without file locking (", "choose another place with -o, or set TURBOVIT_HOME")
+    assert files(copied.path) == before
+    assert not (tmp_path / "new").exists()
+    assert quick_export == []
 
 
 def interrupt(steps: list[str], error: BaseException) -> Callable[[str], None]:
