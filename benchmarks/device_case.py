@@ -1,11 +1,11 @@
-"""One tower on one device: bundle, certificates, threads, ownership of buffers, times."""
+"""One tower on one device: certificates, threads, ownership of buffers, equal outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,15 @@ from PIL import Image
 from torch import Tensor
 
 from turbovit.benchmarks.findings import NotRunError
-from turbovit.engines.bundle import Bundle, Certificate, Engine, FileEntry, write_manifest
-from turbovit.engines.encoder import PROCESSOR_FOLDER, Encoder
+from turbovit.engines.bundle import Bundle, Certificate
+from turbovit.engines.encoder import Encoder
 from turbovit.engines.errors import CertificationError
 from turbovit.engines.runner import Runner, Tensors
-from turbovit.engines.store import file_sha256
-from turbovit.export.build import build
-from turbovit.export.certify import Pair, describe, output_error, within_bound, write_reference
-from turbovit.export.plan import plan_build
-from turbovit.export.tower import load_tower
+from turbovit.export.certify import Pair, describe, output_error, within_bound
 
 THREADS = 8
 _SIZES = ((200, 136), (140, 220))  # width, height of the images that the threads encode
-_ROUNDS = 3
+_ROUNDS = 3  # of runs whose results are looked at: a captured graph comes in at the third at the latest
 _SEPARATION = 10  # features of another image must be this many times farther than what is taken for rounding
 
 
@@ -48,34 +44,6 @@ class Case:
     def name(self) -> str:
         """For the table."""
         return f"{self.family} {self.size}"
-
-
-def reference_bundle(case: Case, report: Callable[[str], None]) -> Bundle:
-    """A bundle without engines: the float32 reference, computed on the CPU, and what a preprocessor needs.
-
-    It takes no runtime but torch. `build` adds engines to it.
-    """
-    plan = plan_build(case.checkpoint, "fp32", (), {})
-    folder = case.bundle_folder
-    (folder / PROCESSOR_FOLDER).mkdir(parents=True)
-    for file in plan.checkpoint.folder.glob("*processor*.json"):
-        (folder / PROCESSOR_FOLDER / file.name).write_bytes(file.read_bytes())
-    tower = load_tower(plan.tower, plan.spec, plan.checkpoint)
-    within = [sample for sample in tower.samples(0) if sample.within(plan.manifest.inputs, plan.manifest.limits)]
-    write_reference(tower, within, folder / plan.manifest.reference, report)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    entries = {str(path.relative_to(folder)): FileEntry(path.stat().st_size, file_sha256(path)) for path in files}
-    manifest = replace(plan.manifest, files=entries)
-    write_manifest(folder, manifest)
-    return Bundle(folder, manifest)
-
-
-def with_engine(case: Case, runtime: str, precision: str, report: Callable[[str], None]) -> tuple[Bundle, Engine]:
-    """The case's bundle with one more engine, certified here if it runs here."""
-    bundle = build(case.checkpoint, case.bundle_folder, precision=precision, runtimes=(runtime,), report=report).bundle
-    engine = bundle.manifest.engine(runtime, precision)
-    assert engine is not None
-    return bundle, engine
 
 
 def figures(certificate: Certificate) -> str:
@@ -103,8 +71,11 @@ def close_to_reference(precision: str, outputs: Mapping[str, Tensor], expected: 
             raise CertificationError(f"{name} is off: {error}")
 
 
-def check_threads(bundle: Bundle, runner: Runner) -> str:
+def check_threads(bundle: Bundle, runner: Runner, rounds: int = _ROUNDS) -> str:
     """Eight threads encode an image each on one encoder, every other one on a CUDA stream of its own.
+
+    Args:
+        rounds: how often every image is encoded.
 
     Raises:
         NotRunError: the images' features are too much alike to be told apart.
@@ -124,20 +95,23 @@ def check_threads(bundle: Bundle, runner: Runner) -> str:
             return _distance(features, alone[number])
 
     with ThreadPoolExecutor(THREADS) as pool:
-        worst = max(pool.map(encode, list(range(THREADS)) * _ROUNDS))
+        worst = max(pool.map(encode, list(range(THREADS)) * rounds))
     if worst > apart / _SEPARATION:
         raise CertificationError(f"a thread's features are {worst:.1e} off, another image's {apart:.1e}")
-    return f"{THREADS * _ROUNDS} runs at most {worst:.1e} off; other images are {apart:.1e} away"
+    return f"{THREADS * rounds} runs at most {worst:.1e} off; other images are {apart:.1e} away"
 
 
 def check_ownership(runner: Runner, pairs: Sequence[Pair]) -> str:
     """Features stay as they are while others are computed, inputs may be changed at once, outputs are the caller's.
 
+    Looked at on the smallest of the samples.
+
     Raises:
         CertificationError: one of these does not hold.
     """
-    inputs = {name: tensor.to(runner.device) for name, tensor in pairs[0][0].inputs.items()}
-    name = next(iter(pairs[0][1]))
+    sample, expected = min(pairs, key=lambda pair: sum(tensor.numel() for tensor in pair[0].inputs.values()))
+    inputs = on_device(sample.inputs, runner.device)
+    name = next(iter(expected))
     first = runner.run(inputs)[name]
     kept = first.clone()
     others = {key: 255 - tensor if tensor.dtype == torch.uint8 else tensor for key, tensor in inputs.items()}
@@ -145,7 +119,7 @@ def check_ownership(runner: Runner, pairs: Sequence[Pair]) -> str:
         runner.run(others)
     _require(torch.equal(first, kept), "features changed while others were computed")
     rounding = _distance(runner.run(inputs)[name], kept)
-    for _ in range(_ROUNDS):  # a captured graph comes in here at the latest
+    for _ in range(_ROUNDS):
         passing = {key: tensor.clone() for key, tensor in inputs.items()}
         got = runner.run(passing)[name]
         for tensor in passing.values():

@@ -1,4 +1,7 @@
-"""What a check of a device found: one row a check, and one a timing, for a table and for JSON."""
+"""What a check of a device found: one row a check, and one a timing, for a table and for JSON.
+
+Each comes as an event, which may have crossed from another process.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +53,34 @@ class TimingRow:
     timing: Spread
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A check has begun."""
+
+    case: str
+    subject: str
+    check: str
+
+
+@dataclass(frozen=True)
+class CaseEnded:
+    """There is nothing more to check about a case."""
+
+    case: str
+
+
+Event = Begun | Finding | TimingRow | CaseEnded
+
+
 @dataclass
 class Findings:
     """All of them, in the order they came.
 
     Attributes:
-        progress: called with a line for each as it comes.
+        told: called with each event as it comes, once it is taken in.
     """
 
-    progress: Callable[[str], None]
+    told: Callable[[Event], None]
     checks: list[Finding] = field(default_factory=list)
     timings: list[TimingRow] = field(default_factory=list)
 
@@ -74,6 +96,7 @@ class Findings:
         A `NotRunError`, `RuntimeUnavailableError` or `NotImplementedError` says that it cannot be made here; anything
         else, that it failed.
         """
+        self.take(Begun(case, subject, check))
         details: list[str] = []
         started = time.perf_counter()
         state: State = "passed"
@@ -85,12 +108,15 @@ class Findings:
             kind = "" if type(error).__module__.startswith("turbovit.") else f"{type(error).__name__}: "
             state, details = "failed", [*details, f"{kind}{error}"]
         detail = " ".join("; ".join(details).split())
-        self.add(Finding(case, subject, check, state, detail, time.perf_counter() - started))
+        self.take(Finding(case, subject, check, state, detail, time.perf_counter() - started))
 
-    def add(self, finding: Finding) -> None:
+    def take(self, event: Event) -> None:
         """Take one in."""
-        self.checks.append(finding)
-        self.progress(f"{finding.case} {finding.subject} {finding.check}: {finding.state} ({finding.seconds:.1f} s)")
+        if isinstance(event, Finding):
+            self.checks.append(event)
+        elif isinstance(event, TimingRow):
+            self.timings.append(event)
+        self.told(event)
 
     def plain(self) -> dict[str, Any]:
         """As JSON takes it; times in milliseconds, checks in seconds."""

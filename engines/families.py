@@ -113,14 +113,11 @@ def architecture_from_config(config: Mapping[str, Any]) -> str | None:
     It is the first of its ``architectures``. DeepSeek-VL2's released configs have none: there the language half's
     decides, as in LMDeploy.
     """
-    named = config.get("architectures") or [None]
-    if named[0] is not None:
-        return str(named[0])
+    named = _first(config.get("architectures"))
     language = config.get("language_config")
-    if isinstance(language, Mapping) and "vision_config" in config:
-        language_named = language.get("architectures") or [None]
-        return _LANGUAGE_HALVES.get(language_named[0])
-    return None
+    if named is None and isinstance(language, Mapping) and "vision_config" in config:
+        return _LANGUAGE_HALVES.get(_first(language.get("architectures")) or "")
+    return named
 
 
 def family_from_architecture(architecture: str | None) -> FamilyRow:
@@ -130,6 +127,11 @@ def family_from_architecture(architecture: str | None) -> FamilyRow:
             return row
     supported = ", ".join(name for row in FAMILIES for name in row.architectures)
     raise UnsupportedModelError(f"architecture {architecture!r} is not supported; supported: {supported}")
+
+
+def _first(names: Any) -> str | None:
+    """The first of a list of names; None where it is none."""
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def load(path: str) -> Any:

@@ -106,6 +106,11 @@ class Preprocessor(ABC):
             InputError: the image cannot be used; says why.
         """
 
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the model has videos, and its processors fit the tower."""
+        return False
+
     def pixels_from_video(self, video: Video, **options: Any) -> Pixels:
         """Resize and cut one video.
 

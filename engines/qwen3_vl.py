@@ -50,6 +50,10 @@ class Qwen3VLPreprocessor(Preprocessor):
             {"cap_pixels_per_frame": False} if hasattr(self._video_processor, "cap_pixels_per_frame") else {}
         )
 
+    @property
+    def takes_videos(self) -> bool:
+        return self._no_videos is None
+
     def pixels_from_image(  # type: ignore[override]  # options are each family's own
         self, image: ImageLike, size: Mapping[str, int] | None = None
     ) -> Pixels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +29,9 @@ from turbovit.export.atomic import folder_in_one_step, remove_leftovers
 from turbovit.export.certify import certified, with_engine, write_reference
 from turbovit.export.islands import islands_from_file
 from turbovit.export.memory import gpu_memory_lines, require_build_memory, weight_bytes
-from turbovit.export.plan import ATTENTION_FORMS, PRECISIONS, REFERENCE, CompileOptions, EnginePlan, Plan, plan_build
+from turbovit.export.plan import PRECISIONS, REFERENCE, CompileOptions, EnginePlan, Plan, plan_build
 from turbovit.export.precision import in_precision, recorded_ranges
+from turbovit.export.proof import proof_pixels, prove
 from turbovit.export.stand_ins import with_stand_ins
 from turbovit.export.to_onnx import derive_graph, onnx_from_tower, save_base_graph
 from turbovit.export.to_tensorrt import CompilerRefusedError, engine_from_onnx
@@ -49,6 +51,8 @@ _CONTENTS = (
     f"{PROCESSOR_FOLDER}/*",
     f".{MANIFEST}.*",
 )
+# What the system says where it has no locks: older versions of filelock raise NotImplementedError instead.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 # Room for graphs, reference outputs and processor files beside the weights.
 _SPARE_BYTES = 64 << 20
 
@@ -82,7 +86,8 @@ def build(
         model: a Hugging Face folder or hub id.
         output: the bundle's folder; by default one in the store, named by family and identity.
         precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``.
-        runtimes: which runtimes to build for. Where one fails the build fails, and leaves what was there.
+        runtimes: which runtimes to build for. Where one fails the build fails, and leaves what was there. None at all
+            makes a bundle without engines: with the reference outputs and all that a preprocessor needs.
         limits: what the bundle shall accept in one engine run, such as ``{"images": 8}``.
         options: for the runtimes that compile: for which GPUs and which shapes.
         fp32_layers: layers of the tower that stay in float32 in half precision, by path (``blocks.3.mlp``) or glob.
@@ -92,32 +97,38 @@ def build(
         CheckpointError, UnsupportedModelError: the checkpoint cannot be used; says why.
         BuildError: the export failed, the disk is full, or `output` holds something else.
         BundleError: the bundle that is there is damaged.
-        CertificationError: an engine's outputs are off.
+        CertificationError: an engine's outputs are off, or the finished bundle does not encode an image.
     """
-    if not runtimes:
-        raise BuildError(f"no runtime to build for; available: {', '.join(ATTENTION_FORMS)}")
     report("checking the checkpoint")
     plan = plan_build(model, precision, runtimes, limits or {}, options, fp32_layers)
     name = f"{plan.family.name}-{plan.manifest.identity[:16]}"
     folder = Path(output).resolve() if output is not None else bundles_folder() / name
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / f".{folder.name}.lock"):
-            remove_leftovers(folder)
-            if (folder / MANIFEST).exists():
-                return _extend(plan, folder, report)
-            with folder_in_one_step(folder) as temporary:
-                bundle = _new_bundle(plan, temporary, report)
-            return Built(Bundle(folder, bundle.manifest), bundle.manifest.engines)
+        lock = _acquired_lock(folder)
+    except (OSError, NotImplementedError) as error:
+        bundle = _up_to_date(plan, folder)  # needs nothing written
+        if bundle is None:
+            raise _unlockable(folder, error) from error
+        return Built(bundle, ())
+    try:
+        remove_leftovers(folder)
+        if (folder / MANIFEST).exists():
+            return _extend(plan, folder, report)
+        with folder_in_one_step(folder) as temporary:
+            bundle = _new_bundle(plan, temporary, report)
+        return Built(Bundle(folder, bundle.manifest), bundle.manifest.engines)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         raise BuildError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        lock.release()
 
 
 def _new_bundle(plan: Plan, folder: Path, report: Report) -> Bundle:
     """The reference outputs first, whose magnitudes decide about precisions; then the engines."""
-    tower = _loaded(plan, folder, report)
     _copy_processor_files(plan.checkpoint.folder, folder / PROCESSOR_FOLDER)
     require_same_config(plan.tower, plan.checkpoint, folder / PROCESSOR_FOLDER, plan.manifest.source)
+    proof_pixels(Bundle(folder, plan.manifest))  # before anything expensive
+    tower = _loaded(plan, folder, report)
     within = [s for s in tower.samples(_SAMPLE_SEED) if s.within(plan.manifest.inputs, plan.manifest.limits)]
     if not within:
         raise BuildError(f"no shape that could be certified is within the limits {plan.manifest.limits}")
@@ -130,15 +141,8 @@ def _new_bundle(plan: Plan, folder: Path, report: Report) -> Bundle:
 
 def _extend(plan: Plan, folder: Path, report: Report) -> Built:
     """Add what is missing beside the old engines; the manifest is replaced last, in one step."""
-    manifest = read_manifest(folder)
-    if manifest.identity != plan.manifest.identity:
-        raise BuildError(
-            f"{folder} holds another bundle ({manifest.family} from {manifest.source.name}, other weights or limits): "
-            f"delete it or choose another folder"
-        )
-    bundle = open_bundle(folder)
-    wanted = plan.settled(manifest.ranges)
-    missing = [new for new in wanted if not new.is_met_by(manifest.engine(new.runtime, new.precision))]
+    bundle, missing = _bundle_there(plan, folder)
+    manifest = bundle.manifest
     if not missing:
         return Built(bundle, ())
     _remove_unnamed(folder, manifest)  # what a killed extension left
@@ -149,6 +153,35 @@ def _extend(plan: Plan, folder: Path, report: Report) -> Built:
         raise
     _remove_unnamed(folder, extended.manifest)  # engines that were replaced
     return Built(extended, tuple(engine for engine in extended.manifest.engines if engine not in manifest.engines))
+
+
+def _bundle_there(plan: Plan, folder: Path) -> tuple[Bundle, list[EnginePlan]]:
+    """The bundle in `folder`, and the engines asked for that it lacks."""
+    manifest = read_manifest(folder)
+    if manifest.identity != plan.manifest.identity:
+        raise BuildError(
+            f"{folder} holds another bundle ({manifest.family} from {manifest.source.name}, other weights or limits): "
+            f"delete it or choose another folder"
+        )
+    wanted = plan.settled(manifest.ranges)
+    missing = [new for new in wanted if not new.is_met_by(manifest.engine(new.runtime, new.precision))]
+    return open_bundle(folder), missing
+
+
+def _up_to_date(plan: Plan, folder: Path) -> Bundle | None:
+    """The bundle in `folder`, if it lacks nothing."""
+    if not (folder / MANIFEST).exists():
+        return None
+    bundle, missing = _bundle_there(plan, folder)
+    return None if missing else bundle
+
+
+def _acquired_lock(folder: Path) -> FileLock:
+    """One build at a time works on a bundle; for the caller to release."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.parent / f".{folder.name}.lock")
+    lock.acquire()
+    return lock
 
 
 def _add_engines(
@@ -172,12 +205,13 @@ def _add_engines(
         target = Bundle(folder, manifest)
         finish = partial(_certified, target, report=report)
         manifest = with_engine(manifest, _engine(plan, target, new, finish, report))
-    report("hashing and writing the manifest")
+    report("hashing the files")
     names = [name for name in _files(folder) if not _is_replaced(name, bundle.manifest, manifest)]
     entries = {name: FileEntry((folder / name).stat().st_size, file_sha256(folder / name)) for name in names}
-    manifest = replace(manifest, files=entries)
-    write_manifest(folder, manifest)
-    return Bundle(folder, manifest)
+    whole = Bundle(folder, replace(manifest, files=entries))
+    prove(whole, [engine for engine in manifest.engines if engine not in bundle.manifest.engines], report)
+    write_manifest(folder, whole.manifest)
+    return whole
 
 
 def compile_only(
@@ -200,6 +234,17 @@ def compile_only(
     for new in {new.label: new for new in plan.wanted}.values():
         _export(load_tower(plan.tower, plan.spec, plan.checkpoint), folder, new, report)
     return tuple(_engine(plan, bundle, new, lambda engine: engine, report) for new in plan.wanted)
+
+
+def _unlockable(folder: Path, error: OSError | NotImplementedError) -> BuildError:
+    number = getattr(error, "errno", None)
+    reason = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, OSError) and number not in _NO_LOCKS:
+        return BuildError(f"{folder} cannot be written: {reason}")
+    return BuildError(
+        f"{folder.parent} lies on a file system without file locking ({reason}), without which two builds could write "
+        f"there at once: choose another place with -o, or set TURBOVIT_HOME to one"
+    )
 
 
 def _loaded(plan: Plan, folder: Path, report: Report) -> Tower:

@@ -177,22 +177,31 @@ def verify_engines(bundle: Bundle, runtime: str | None, progress: Callable[[str]
         BundleError: the bundle has no engine for `runtime`.
     """
     engines = [engine for engine in bundle.manifest.engines if runtime in (None, engine.runtime)]
-    if not engines:
-        built = ", ".join(sorted({engine.runtime for engine in bundle.manifest.engines}))
+    if runtime is not None and not engines:
+        built = ", ".join(sorted({engine.runtime for engine in bundle.manifest.engines})) or "none"
         raise BundleError(f"{bundle.path} has no engine for {runtime!r}; it has {built}")
     return [_tried(bundle, engine, progress) for engine in engines]
 
 
 def _tried(bundle: Bundle, engine: Engine, progress: Callable[[str], None]) -> Engine:
     """The engine with a certificate of this machine, passed or failed, or with the reason why it cannot run here."""
-    runner_class: type[Runner] = load(RUNNERS[engine.runtime])
-    device = torch.device("cuda" if runner_class.unavailable(torch.device("cuda")) is None else "cpu")
     try:
-        runner = runner_class.open(bundle, engine, device)
+        runner = open_runner(bundle, engine)
     except (RuntimeUnavailableError, BundleError) as error:
         return replace(engine, certificate=None, not_run=str(error))
     with runner:
         return replace(engine, certificate=certificate_from_runner(bundle, runner, progress), not_run=None)
+
+
+def open_runner(bundle: Bundle, engine: Engine) -> Runner:
+    """A runner of an engine, on a GPU where its runtime has one here.
+
+    Raises:
+        RuntimeUnavailableError, BundleError, CheckpointError: as `Runner.open`.
+    """
+    runner_class: type[Runner] = load(RUNNERS[engine.runtime])
+    device = torch.device("cuda" if runner_class.unavailable(torch.device("cuda")) is None else "cpu")
+    return runner_class.open(bundle, engine, device)
 
 
 def describe(certificate: Certificate) -> str:

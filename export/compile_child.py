@@ -49,7 +49,7 @@ class CompileJob:
 def main() -> None:
     """Run the job on stdin."""
     job = CompileJob(**json.load(sys.stdin))
-    _end_with(job.parent)
+    end_with(job.parent)
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # the library prints to both
 
@@ -145,7 +145,7 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Die with the process that waits, even if that one is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

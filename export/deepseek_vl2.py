@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from turbovit.engines.bundle import Profile, TensorSpec
 from turbovit.engines.deepseek_vl2 import DEFAULT_MEAN, PROCESSOR_FILE
-from turbovit.engines.errors import CheckpointError, UnsupportedModelError
-from turbovit.export.config import one_for_all
+from turbovit.engines.errors import CheckpointError
+from turbovit.export.config import Section, settings
 from turbovit.export.layers import Block, LayerNorm, Linear, PixelScaleThenNorm, patches_from_pixels
 from turbovit.export.tower import LimitOption, Sample, Tower
 from turbovit.export.weights import read_json
@@ -51,7 +51,8 @@ _PROJECTOR_DEFAULTS = {
     "token_pooling": False,
 }
 _MODEL_DEFAULTS = {"tile_tag": "2D", "global_view_pos": "head"}
-_PROCESSOR_DEFAULTS = {"normalize": True, "image_token": "<image>", "sft_format": "deepseek"}
+_PROCESSOR_DEFAULTS: dict[str, Any] = {"normalize": True, "image_token": "<image>", "sft_format": "deepseek"}
+_PROCESSOR_DEFAULTS |= {"image_mean": DEFAULT_MEAN, "image_std": 0.5}
 _POSITIONS = ("head", "tail")
 
 
@@ -143,29 +144,38 @@ class DeepseekVL2Tower(Tower):
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> DeepseekVL2Spec:
-        vision = _filled(config, "vision_config", _VISION_DEFAULTS)
-        projector = _filled(config, "projector_config", _PROJECTOR_DEFAULTS)
-        model = _MODEL_DEFAULTS | {name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None}
-        _require_supported(vision, projector, model)
-        inner = projector["n_embed"] * projector["mlp_ratio"]
+        full = Section(config, defaults=_MODEL_DEFAULTS)
+        vision = full.section("vision_config", _VISION_DEFAULTS)
+        projector = full.section("projector_config", _PROJECTOR_DEFAULTS, required=False)
+        # What the original's code has an option for and no released checkpoint uses.
+        full.require({"tile_tag": "2D"})
+        vision.require({"class_token": False, "global_pool": "map", "ignore_head": True})
+        projector.require({"projector_type": "downsample_mlp_gelu", "token_pooling": False})
+        position = full.value("global_view_pos", " or ".join(_POSITIONS))
+        if position not in _POSITIONS:
+            raise full.refused("global_view_pos", position, " or ".join(_POSITIONS))
+        hidden, merge = vision.integer("width"), projector.integer("downsample_ratio")
+        out = projector.integer("n_embed")
+        inner = out * projector.integer("mlp_ratio")
+        processor = settings(preprocessor, _PROCESSOR_DEFAULTS, PROCESSOR_FILE)
         spec = DeepseekVL2Spec(
-            hidden=vision["width"],
-            layers=vision["layers"],
-            heads=vision["heads"],
-            inner=int(vision["width"] * vision["mlp_ratio"]),
-            image=vision["image_size"],
-            patch=vision["patch_size"],
-            merge=projector["downsample_ratio"],
+            hidden=hidden,
+            layers=vision.integer("layers"),
+            heads=vision.integer("heads"),
+            inner=int(hidden * vision.number("mlp_ratio")),
+            image=vision.integer("image_size"),
+            patch=vision.integer("patch_size"),
+            merge=merge,
             projector=(
-                projector["input_dim"] * projector["downsample_ratio"] ** 2,
-                *[inner] * (max(projector["depth"], 2) - 1),
-                projector["n_embed"],
+                projector.integer("input_dim") * merge**2,
+                *[inner] * (max(projector.integer("depth"), 2) - 1),
+                out,
             ),
-            mean=one_for_all(preprocessor, "image_mean", DEFAULT_MEAN[0]),
-            std=one_for_all(preprocessor, "image_std", 0.5),
-            global_first=model["global_view_pos"] == "head",
+            mean=processor.one_for_all("image_mean", positive=False),
+            std=processor.one_for_all("image_std"),
+            global_first=position == _POSITIONS[0],
         )
-        _check(spec, preprocessor)
+        _check(spec, processor)
         return spec
 
     @classmethod
@@ -254,61 +264,26 @@ class DeepseekVL2Tower(Tower):
         ]
 
 
-def _filled(config: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    given = config.get(name) or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"config.json makes no sense: {name} is a {type(given).__name__}, expected an object")
-    filled = {**defaults, **{key: given[key] for key in defaults if given.get(key) is not None}}
-    for key, value in filled.items():
-        if isinstance(defaults[key], int) and not isinstance(value, (int, float)):
-            raise CheckpointError(f"config.json makes no sense: {name}.{key} is {value!r}, expected a number")
-    return filled
-
-
-def _require_supported(vision: Mapping[str, Any], projector: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse what the original's code has an option for and no released checkpoint uses."""
-    for part, found, supported in (
-        ("vision_config.", vision, {"class_token": False, "global_pool": "map", "ignore_head": True}),
-        ("projector_config.", projector, {"projector_type": "downsample_mlp_gelu", "token_pooling": False}),
-        ("", model, {"tile_tag": "2D"}),
-    ):
-        for name, value in supported.items():
-            if found[name] != value:
-                raise UnsupportedModelError(f"config.json's {part}{name} is {found[name]!r}, supported: {value!r}")
-    if model["global_view_pos"] not in _POSITIONS:
-        raise UnsupportedModelError(
-            f"config.json's global_view_pos is {model['global_view_pos']!r}, supported: {', '.join(_POSITIONS)}"
-        )
-
-
-def _check(spec: DeepseekVL2Spec, processor: Mapping[str, Any]) -> None:
-    sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.image, spec.patch, spec.merge, *spec.projector)
-    if (
-        not all(isinstance(size, int) and size > 0 for size in sizes)
-        or spec.hidden % spec.heads
-        or spec.grid < 1
-        or spec.projector[0] != spec.hidden * spec.merge**2
-    ):
+def _check(spec: DeepseekVL2Spec, processor: Section) -> None:
+    if spec.inner < 1 or spec.hidden % spec.heads or spec.grid < 1 or spec.projector[0] != spec.hidden * spec.merge**2:
         raise CheckpointError(f"config.json makes no sense: sizes, heads and projector do not fit in {spec}")
     for name, ours in (("patch_size", spec.patch), ("downsample_ratio", spec.merge)):
-        if processor.get(name) != ours:
-            raise CheckpointError(f"{PROCESSOR_FILE}'s {name} is {processor.get(name)!r}, the vision tower's {ours}")
-    for name, value in _PROCESSOR_DEFAULTS.items():
-        if processor.get(name) not in (None, value):
-            raise UnsupportedModelError(f"{PROCESSOR_FILE}'s {name} is {processor[name]!r}, supported: {value!r}")
-    _check_resolutions(processor.get("candidate_resolutions"), spec.image)
+        if processor.integer(name) != ours:
+            raise CheckpointError(f"{PROCESSOR_FILE}'s {name} is {processor.integer(name)}, the vision tower's {ours}")
+    processor.require({name: _PROCESSOR_DEFAULTS[name] for name in ("normalize", "image_token", "sft_format")})
+    _check_resolutions(processor, spec.image)
 
 
-def _check_resolutions(candidates: Any, image: int) -> None:
+def _check_resolutions(processor: Section, image: int) -> None:
     """The first is a tile, and all are whole tiles."""
+    expected = "a list of [width, height]"
+    candidates = processor.value("candidate_resolutions", expected)
     whole = isinstance(candidates, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(side, int) and side > 0 for side in pair)
         for pair in candidates
     )
     if not whole or not candidates:
-        raise CheckpointError(
-            f"{PROCESSOR_FILE}'s candidate_resolutions is {candidates!r}, expected a list of [width, height]"
-        )
+        raise processor.refused("candidate_resolutions", candidates, expected)
     if candidates[0] != [image, image] or any(side % image for pair in candidates for side in pair):
         raise CheckpointError(
             f"{PROCESSOR_FILE}'s candidate_resolutions are {candidates}: the first must be [{image}, {image}], the "

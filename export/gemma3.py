@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from turbovit.engines.bundle import TensorSpec
 from turbovit.engines.errors import CheckpointError
-from turbovit.export.config import check_side, check_steps, full_config, one_for_all, require_supported
+from turbovit.export.config import Section, check_kind, check_side, check_steps, settings
 from turbovit.export.layers import Block, LayerNorm, Linear, PixelNorm, RMSNorm, patches_from_pixels
 from turbovit.export.tower import LimitOption, Sample, Tower
 
@@ -103,27 +103,27 @@ class Gemma3Tower(Tower):
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Gemma3Spec:
-        from transformers import Gemma3Config
+        from transformers import Gemma3TextConfig, SiglipVisionConfig
 
-        full = full_config(Gemma3Config, config)
-        vision = full.vision_config
-        require_supported(vars(vision), {"hidden_act": _GELU})
-        mean, std = (one_for_all(preprocessor, name, 0.5) for name in ("image_mean", "image_std"))
+        full = Section(config, defaults=_defaults())
+        vision = full.section("vision_config", vars(SiglipVisionConfig()))
+        vision.require({"hidden_act": _GELU, "num_channels": 3})
+        processor = settings(preprocessor, {"image_mean": 0.5, "image_std": 0.5, "rescale_factor": 1 / 255})
         spec = Gemma3Spec(
-            hidden=vision.hidden_size,
-            layers=vision.num_hidden_layers,
-            heads=vision.num_attention_heads,
-            inner=vision.intermediate_size,
-            eps=vision.layer_norm_eps,
-            image=vision.image_size,
-            patch=vision.patch_size,
-            tokens=full.mm_tokens_per_image,
-            out=full.text_config.hidden_size,
-            mean=mean,
-            std=std,
-            scale=preprocessor.get("rescale_factor") or 1 / 255,
+            hidden=vision.integer("hidden_size"),
+            layers=vision.integer("num_hidden_layers"),
+            heads=vision.integer("num_attention_heads"),
+            inner=vision.integer("intermediate_size"),
+            eps=vision.number("layer_norm_eps"),
+            image=vision.integer("image_size"),
+            patch=vision.integer("patch_size"),
+            tokens=full.integer("mm_tokens_per_image"),
+            out=full.section("text_config", vars(Gemma3TextConfig())).integer("hidden_size"),
+            mean=processor.one_for_all("image_mean", positive=False),
+            std=processor.one_for_all("image_std"),
+            scale=processor.number("rescale_factor"),
         )
-        _check(spec, preprocessor)
+        _check(spec, processor)
         return spec
 
     @classmethod
@@ -179,15 +179,13 @@ class Gemma3Tower(Tower):
         return state
 
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        from transformers import Gemma3Config
-
-        full = full_config(Gemma3Config, config)
+        full = Section(config, defaults=_defaults())
         return {
             "tokens_per_crop": self.spec.tokens,
             "hidden": self.spec.out,
-            "boi_token_id": full.boi_token_index,
-            "eoi_token_id": full.eoi_token_index,
-            "image_token_id": full.image_token_id,
+            "boi_token_id": full.renamed_integer("boi_token_index", "boi_token_id"),
+            "eoi_token_id": full.renamed_integer("eoi_token_index", "eoi_token_id"),
+            "image_token_id": full.renamed_integer("image_token_index", "image_token_id"),
         }
 
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -211,17 +209,18 @@ class Gemma3Tower(Tower):
         return [Sample("2 images", {"pixels": pair}), Sample("1 image", {"pixels": pair[1:]})]
 
 
-def _check(spec: Gemma3Spec, preprocessor: Mapping[str, Any]) -> None:
-    sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.image, spec.patch, spec.tokens, spec.out)
-    if (
-        min(sizes) < 1
-        or spec.image % spec.patch
-        or spec.pooled**2 != spec.tokens
-        or spec.grid % spec.pooled
-        or spec.hidden % spec.heads
-    ):
+def _defaults() -> dict[str, Any]:
+    """What the reference takes where config.json is silent about more than one half."""
+    from transformers import Gemma3Config
+
+    return vars(Gemma3Config())
+
+
+def _check(spec: Gemma3Spec, processor: Section) -> None:
+    if spec.image % spec.patch or spec.pooled**2 != spec.tokens or spec.grid % spec.pooled or spec.hidden % spec.heads:
         raise CheckpointError(
             f"config.json makes no sense: image, patch, tokens, hidden and heads do not divide in {spec}"
         )
-    check_side(preprocessor, spec.image)
-    check_steps(preprocessor)
+    check_kind(processor, "Gemma3ImageProcessor")
+    check_side(processor, spec.image)
+    check_steps(processor)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from turbovit.engines.bundle import Profile, TensorSpec
 from turbovit.engines.errors import CheckpointError
-from turbovit.export.config import check_side, check_steps, full_config, one_for_all, require_supported
+from turbovit.export.config import Section, check_kind, check_side, check_steps, rope_theta, settings
 from turbovit.export.layers import Block, LayerNorm, Linear, PixelTable, Rope, patches_from_pixels
 from turbovit.export.tower import LimitOption, Sample, Tower
 
@@ -23,6 +23,7 @@ _VISION = "vision_model."
 _PROJECTOR = "multi_modal_projector.linear_1.weight"
 _PARTS = (_VISION, "multi_modal_projector.")
 _GELU = "gelu"
+_THETA = 1e4  # of the rope where the config is silent
 _EPS = 1e-5  # torch's default, which the reference takes whatever the config's norm_eps
 _SHUFFLE = 2  # patches along a side of a token: the config's pixel_shuffle_ratio is 1 / 2
 
@@ -104,28 +105,28 @@ class Llama4Tower(Tower):
 
     @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Llama4Spec:
-        from transformers import Llama4Config
+        from transformers import Llama4TextConfig, Llama4VisionConfig
 
-        full = full_config(Llama4Config, config)
-        vision = full.vision_config
-        supported = {"hidden_act": _GELU, "num_channels": 3, "pixel_shuffle_ratio": 1 / _SHUFFLE}
-        require_supported(vars(vision), supported)
+        full = Section(config)
+        vision = full.section("vision_config", vars(Llama4VisionConfig()))
+        vision.require({"hidden_act": _GELU, "num_channels": 3, "pixel_shuffle_ratio": 1 / _SHUFFLE})
+        processor = settings(preprocessor, {"image_mean": 0.5, "image_std": 0.5, "rescale_factor": 1 / 255})
         spec = Llama4Spec(
-            hidden=vision.hidden_size,
-            layers=vision.num_hidden_layers,
-            heads=vision.num_attention_heads,
-            inner=vision.intermediate_size,
-            image=vision.image_size,
-            patch=vision.patch_size,
-            theta=float(vision.rope_parameters["rope_theta"] or 0),
-            adapter_in=vision.projector_input_dim,
-            adapter_out=vision.projector_output_dim,
-            out=full.text_config.hidden_size,
-            mean=one_for_all(preprocessor, "image_mean", 0.5),
-            std=one_for_all(preprocessor, "image_std", 0.5),
-            scale=float(preprocessor.get("rescale_factor") or 1 / 255),
+            hidden=vision.integer("hidden_size"),
+            layers=vision.integer("num_hidden_layers"),
+            heads=vision.integer("num_attention_heads"),
+            inner=vision.integer("intermediate_size"),
+            image=vision.integer("image_size"),
+            patch=vision.integer("patch_size"),
+            theta=rope_theta(vision, _THETA),
+            adapter_in=vision.integer("projector_input_dim"),
+            adapter_out=vision.integer("projector_output_dim"),
+            out=full.section("text_config", vars(Llama4TextConfig())).integer("hidden_size"),
+            mean=processor.one_for_all("image_mean", positive=False),
+            std=processor.one_for_all("image_std"),
+            scale=processor.number("rescale_factor"),
         )
-        _check(spec, preprocessor)
+        _check(spec, processor)
         return spec
 
     @classmethod
@@ -183,11 +184,12 @@ class Llama4Tower(Tower):
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
         from transformers import Llama4Config
 
+        full = Section(config, defaults=vars(Llama4Config()))
         # The config's image_token_index is the patch's; what stands for a whole image is the tokenizer's alone.
         return {
             "tokens_per_tile": self.spec.tokens,
             "hidden": self.spec.out,
-            "patch_token_id": full_config(Llama4Config, config).image_token_id,
+            "patch_token_id": full.renamed_integer("image_token_index", "image_token_id"),
         }
 
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -251,15 +253,9 @@ def _pixel_values(spec: Llama4Spec) -> list[float]:
     return ((values - mean) / std).float().tolist()
 
 
-def _check(spec: Llama4Spec, preprocessor: Mapping[str, Any]) -> None:
-    sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.image, spec.patch, spec.adapter_out, spec.out)
-    if (
-        not all(isinstance(size, int) and size > 0 for size in sizes)
-        or spec.theta <= 0
-        or spec.image % (spec.patch * _SHUFFLE)
-        or spec.hidden % (4 * spec.heads)
-        or spec.adapter_in != spec.adapter_out
-    ):
-        raise CheckpointError(f"config.json makes no sense: sizes, heads, rope and adapter do not fit in {spec}")
-    check_side(preprocessor, spec.image)
-    check_steps(preprocessor)
+def _check(spec: Llama4Spec, processor: Section) -> None:
+    if spec.image % (spec.patch * _SHUFFLE) or spec.hidden % (4 * spec.heads) or spec.adapter_in != spec.adapter_out:
+        raise CheckpointError(f"config.json makes no sense: sizes, heads and adapter do not fit in {spec}")
+    check_kind(processor, "Llama4ImageProcessor")
+    check_side(processor, spec.image)
+    check_steps(processor)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import turbovit
 from turbovit.engines.bundle import MANIFEST, Engine, Manifest, Profile, precision_label, read_manifest
 from turbovit.engines.commands import build_command
 from turbovit.engines.encoder import RUNNERS
@@ -290,6 +291,8 @@ def _engines(precision: str, runtimes: Sequence[str], options: CompileOptions) -
     unknown = [name for name in names if name not in ATTENTION_FORMS]
     if unknown:
         raise BuildError(f"unknown runtime {unknown[0]!r}; available: {', '.join(ATTENTION_FORMS)}")
+    if precision not in ("auto", *PRECISIONS):
+        raise BuildError(f"unknown precision {precision!r}; available: auto, {', '.join(PRECISIONS)}")
     if options.capabilities and "tensorrt_rtx" not in names:
         raise BuildError(
             "--compute-capability is for --runtime tensorrt-rtx alone: no other compiles for GPUs elsewhere"
@@ -301,8 +304,6 @@ def _engines(precision: str, runtimes: Sequence[str], options: CompileOptions) -
 
 def _engine(runtime: str, precision: str, capabilities: tuple[str, ...]) -> EnginePlan:
     chosen = _AUTO_PRECISION[runtime] if precision == "auto" else precision
-    if chosen not in PRECISIONS:
-        raise BuildError(f"unknown precision {precision!r}; available: auto, {', '.join(PRECISIONS)}")
     forms = ATTENTION_FORMS[runtime][chosen]
     if runtime in COMPILED:
         targets = architectures(runtime, capabilities)
@@ -340,7 +341,12 @@ def _limits(described: Tower, given: Mapping[str, int]) -> dict[str, int]:
 
 
 def _tools(engines: Sequence[EnginePlan]) -> dict[str, str]:
-    found = {name: version(name) for name in _TOOLS} | {engine.runtime: engine.version for engine in engines}
+    found = {name: _version(name) for name in _TOOLS} | {engine.runtime: engine.version for engine in engines}
     if any(engine.compiled for engine in engines):
         found["polygraphy"] = version("polygraphy")
     return {"python": platform.python_version(), **found}
+
+
+def _version(name: str) -> str:
+    """Of an installed package; of the code itself where that runs from a source tree."""
+    return turbovit.__version__ if name == "turbovit" else version(name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbovit.engines.bundle import Profile, TensorSpec
-from turbovit.engines.errors import CheckpointError
+from turbovit.engines.errors import CheckpointError, UnsupportedModelError
 from turbovit.engines.qwen3_vl import PATCHES_A_RUN, grid_inputs
-from turbovit.export.config import check_steps, full_config, one_for_all, require_supported
+from turbovit.export.config import Section, check_edges, check_kind, check_steps, rope_theta, settings
 from turbovit.export.layers import Block, LayerNorm, Linear, PixelNorm
 from turbovit.export.profiles import buckets
 from turbovit.export.tower import LimitOption, Sample, Tower
@@ -29,6 +30,8 @@ _VISION = "model.visual."
 _GELU = "gelu_pytorch_tanh"
 _EPS = 1e-6  # a constant in the reference too
 _THETA = 1e4  # of the 2D rope
+VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
+_VIDEO_SETTINGS = f"{VIDEO_PROCESSOR_FILE} (or the video_processor in processor_config.json)"
 _SIZES = {"patch_size": "patch", "temporal_patch_size": "temporal", "merge_size": "merge"}  # the processor's: ours
 
 
@@ -144,25 +147,53 @@ class Qwen3VLTower(Tower):
         return name.startswith(_VISION)
 
     @classmethod
+    def video_processor(cls, folder: Path) -> dict[str, Any]:
+        found = super().video_processor(folder)
+        if found is None:
+            raise CheckpointError(
+                f"{folder} has no {VIDEO_PROCESSOR_FILE} (and no video_processor in processor_config.json), without "
+                f"which videos would get the sizes of images: download the processor files of the model too"
+            )
+        from transformers import Qwen3VLVideoProcessor
+
+        names = ("size", *_SIZES)
+        defaults = {name: getattr(Qwen3VLVideoProcessor, name) for name in names}
+        video = settings(found, defaults, _VIDEO_SETTINGS)
+        kind = video.given.get("video_processor_type")
+        if kind not in (None, Qwen3VLVideoProcessor.__name__):
+            raise video.refused("video_processor_type", kind, f'"{Qwen3VLVideoProcessor.__name__}"')
+        for name in _SIZES:  # where they are not the images', there are no videos
+            video.integer(name)
+        check_edges(video)
+        return found
+
+    @classmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Qwen3VLSpec:
-        vision = _vision_config(config)
-        settings = _with_defaults(preprocessor)
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+        vision = Section(config).section("vision_config", vars(Qwen3VLVisionConfig()))
+        vision.require({"hidden_act": _GELU, "in_channels": 3})
+        theta = rope_theta(vision, _THETA)
+        if theta != _THETA:
+            raise UnsupportedModelError(f"config.json: the vision half's rope_theta is {theta}, supported: {_THETA}")
+        processor = settings(preprocessor, _processor_defaults())
+        layers = vision.integer("depth")
         spec = Qwen3VLSpec(
-            hidden=vision.hidden_size,
-            layers=vision.depth,
-            heads=vision.num_heads,
-            inner=vision.intermediate_size,
-            patch=vision.patch_size,
-            temporal=vision.temporal_patch_size,
-            merge=vision.spatial_merge_size,
-            positions=vision.num_position_embeddings,
-            out=vision.out_hidden_size,
-            levels=tuple(vision.deepstack_visual_indexes),
-            mean=one_for_all(settings, "image_mean", 0.5),
-            std=one_for_all(settings, "image_std", 0.5),
-            scale=settings["rescale_factor"],
+            hidden=vision.integer("hidden_size"),
+            layers=layers,
+            heads=vision.integer("num_heads"),
+            inner=vision.integer("intermediate_size"),
+            patch=vision.integer("patch_size"),
+            temporal=vision.integer("temporal_patch_size"),
+            merge=vision.integer("spatial_merge_size"),
+            positions=vision.integer("num_position_embeddings"),
+            out=vision.integer("out_hidden_size"),
+            levels=vision.indexes("deepstack_visual_indexes", layers),
+            mean=processor.one_for_all("image_mean", positive=False),
+            std=processor.one_for_all("image_std"),
+            scale=processor.number("rescale_factor"),
         )
-        _check(spec, settings)
+        _check(spec, processor)
         return spec
 
     @classmethod
@@ -211,9 +242,9 @@ class Qwen3VLTower(Tower):
     def facts(self, config: Mapping[str, Any]) -> dict[str, Any]:
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 
-        defaults = Qwen3VLConfig()
+        full = Section(config, defaults=vars(Qwen3VLConfig()))
         names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        return {name: config.get(name, getattr(defaults, name)) for name in names} | {
+        return {name: full.integer(name, least=0) for name in names} | {
             "hidden": self.spec.out,
             "merge": self.spec.merge,
             "positions_side": self.spec.side,
@@ -263,39 +294,22 @@ class Qwen3VLTower(Tower):
         return samples
 
 
-def _vision_config(config: Mapping[str, Any]) -> Any:
-    """With what released configs leave out."""
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-
-    vision = full_config(Qwen3VLVisionConfig, config.get("vision_config") or {})
-    theta = (getattr(vision, "rope_parameters", None) or {}).get("rope_theta", _THETA)
-    supported = {"hidden_act": _GELU, "in_channels": 3, "rope_theta": _THETA}
-    require_supported({**vars(vision), "rope_theta": theta}, supported)
-    return vision
-
-
-def _with_defaults(preprocessor: Mapping[str, Any]) -> dict[str, Any]:
-    """The image processor's settings, with its class's where they are left out."""
+def _processor_defaults() -> dict[str, Any]:
+    """The settings that the image processor's class takes where they are left out."""
     from transformers import Qwen2VLImageProcessor
 
-    names = (*_SIZES, "image_mean", "image_std", "rescale_factor")
-    given = {name: value for name, value in preprocessor.items() if value is not None}
-    return {name: getattr(Qwen2VLImageProcessor, name) for name in names} | given
+    names = (*_SIZES, "image_mean", "image_std", "rescale_factor", "size")
+    return {name: getattr(Qwen2VLImageProcessor, name) for name in names}
 
 
-def _check(spec: Qwen3VLSpec, settings: Mapping[str, Any]) -> None:
-    sizes = (spec.hidden, spec.layers, spec.heads, spec.inner, spec.patch, spec.temporal, spec.merge, spec.out)
-    if (
-        not all(isinstance(size, int) and size > 0 for size in (*sizes, spec.positions))
-        or spec.side**2 != spec.positions
-        or spec.hidden % (4 * spec.heads)
-        or not set(spec.levels) <= set(range(spec.layers))
-        or len(set(spec.levels)) != len(spec.levels)
-    ):
-        raise CheckpointError(f"config.json makes no sense: sizes, positions, heads and levels do not fit in {spec}")
+def _check(spec: Qwen3VLSpec, processor: Section) -> None:
+    if spec.side**2 != spec.positions or spec.hidden % (4 * spec.heads):
+        raise CheckpointError(f"config.json makes no sense: sizes, positions and heads do not fit in {spec}")
+    check_kind(processor, "Qwen2VLImageProcessor")
     for name, size in _SIZES.items():
-        if settings[name] != getattr(spec, size):
+        if processor.integer(name) != getattr(spec, size):
             raise CheckpointError(
-                f"the processor's {name} is {settings[name]}, the vision tower's {getattr(spec, size)}"
+                f"the processor's {name} is {processor.integer(name)}, the vision tower's {getattr(spec, size)}"
             )
-    check_steps(settings)
+    check_edges(processor)
+    check_steps(processor)

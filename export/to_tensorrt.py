@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from turbovit.engines.store import home
 from turbovit.export import compile_child
 from turbovit.export.compile_child import CompileJob
 from turbovit.export.profiles import shapes_from_profile
+
+logger = logging.getLogger("turbovit")
 
 LAST_LINES = 3  # of what a process said, in an error
 
@@ -138,20 +141,28 @@ def _timing_cache(runtime: str, version: str, architectures: Sequence[str]) -> I
     """A working copy of the store's timing cache; takes its place, in one step, if the block ends well.
 
     TensorRT-RTX has none: its kernels are made, and kept in a cache of the runtime's, where the engine runs. One
-    build at a time uses a cache: two that time kernels on one GPU would disturb each other.
+    build at a time uses a cache, as two that time kernels on one GPU would disturb each other; where it cannot be
+    locked there is none.
     """
     if runtime != "tensorrt":
         yield None
         return
     kept = home() / "timing" / f"{runtime}-{version}-sm{'-'.join(architectures)}.cache"
-    kept.parent.mkdir(parents=True, exist_ok=True)
     working = kept.with_name(f".{kept.name}.{os.getpid()}")
-    with FileLock(f"{kept}.lock"):
-        try:
-            if kept.exists():
-                shutil.copyfile(kept, working)
-            yield working
-            if working.exists():
-                os.replace(working, kept)
-        finally:
-            working.unlink(missing_ok=True)
+    lock = FileLock(f"{kept}.lock")
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:  # the latter is older filelock's, where there are no locks
+        logger.warning("compiling without the timing cache in %s, which cannot be locked: %s", kept.parent, error)
+        yield None
+        return
+    try:
+        if kept.exists():
+            shutil.copyfile(kept, working)
+        yield working
+        if working.exists():
+            os.replace(working, kept)
+    finally:
+        working.unlink(missing_ok=True)
+        lock.release()

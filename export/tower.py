@@ -84,6 +84,15 @@ class Tower(nn.Module, ABC):
         return image_processor_config(folder)
 
     @classmethod
+    def video_processor(cls, folder: Path) -> dict[str, Any] | None:
+        """The video processor's settings in a checkpoint's folder; None where there are none.
+
+        Raises:
+            CheckpointError: the family takes videos, and they are missing or cannot be used.
+        """
+        return video_processor_config(folder)
+
+    @classmethod
     @abstractmethod
     def spec_from_config(cls, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Any:
         """Every size that the tower needs, as a frozen dataclass.
@@ -209,7 +218,7 @@ def source_from_checkpoint(tower: type[Tower], spec: Any, checkpoint: Checkpoint
 
 def config_for_source(tower: type[Tower], spec: Any, folder: Path) -> dict[str, Any]:
     """Sizes, and the settings of the image and video processor in a folder, as a manifest keeps them."""
-    processors = {"image_processor": tower.image_processor(folder), "video_processor": video_processor_config(folder)}
+    processors = {"image_processor": tower.image_processor(folder), "video_processor": tower.video_processor(folder)}
     config = dataclasses.asdict(spec) | {name: settings for name, settings in processors.items() if settings}
     read: dict[str, Any] = json.loads(json.dumps(config))
     return read

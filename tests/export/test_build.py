@@ -10,16 +10,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from filelock import FileLock
 from safetensors import SafetensorError
 
+import turbovit
 from turbovit.engines.bundle import MANIFEST, Bundle, open_bundle, read_manifest, text_from_manifest
 from turbovit.engines.errors import BuildError, BundleError, CertificationError, TurbovitError
+from turbovit.engines.families import distinct_families
 from turbovit.engines.store import file_sha256
 from turbovit.export import build as module
+from turbovit.export import plan
 from turbovit.export.build import build
 from turbovit.export.plan import find_bundle
 
@@ -84,6 +89,35 @@ def test_two_builds_give_the_same_bundle(tiny_gemma3: Path, tiny_gemma3_bundle: 
     assert again.manifest.files == tiny_gemma3_bundle.manifest.files
     assert again.manifest == tiny_gemma3_bundle.manifest
     assert text_from_manifest(again.manifest) == tiny_gemma3_bundle.file(MANIFEST).read_text()
+
+
+@pytest.mark.parametrize("family", [row.name for row in distinct_families()])
+def test_a_bundle_without_engines_lacks_nothing_else(
+    family: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model, whole = (request.getfixturevalue(f"tiny_{family}{kind}") for kind in ("", "_bundle"))
+    built = build(model, tmp_path / "bundle", runtimes=())
+    assert built.new == built.bundle.manifest.engines == ()
+    assert_whole(built.bundle)
+    engines = {name for name in whole.manifest.files if name.startswith(("model.", "weights."))}
+    assert engines
+    assert built.bundle.manifest.files == {n: entry for n, entry in whole.manifest.files.items() if n not in engines}
+    assert built.bundle.manifest.ranges == whole.manifest.ranges
+    if family == "gemma3":
+        assert build(model, tmp_path / "bundle").bundle.manifest == whole.manifest
+
+
+def test_a_build_from_a_source_tree_needs_no_package_of_ours(
+    tiny_gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> str:
+        if name == "turbovit":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(plan, "version", absent)
+    built = build(tiny_gemma3, tmp_path / "bundle", runtimes=())
+    assert built.bundle.manifest.tools["turbovit"] == turbovit.__version__
 
 
 def test_precisions_stand_beside_each_other(tiny_gemma3_bundle: Bundle, every_precision: Bundle) -> None:
@@ -204,7 +238,7 @@ def test_an_empty_folder_becomes_the_bundle(
     ("options", "message"),
     [
         ({"runtimes": ["tensorflow"]}, "unknown runtime 'tensorflow'; available: onnxruntime"),
-        ({"runtimes": []}, "no runtime to build for; available: onnxruntime"),
+        ({"runtimes": [], "precision": "int8"}, "unknown precision 'int8'"),
         ({"precision": "int8"}, "unknown precision 'int8'; available: auto, fp32, fp16, bf16"),
         ({"limits": {"tiles": 4}}, "no limit 'tiles'; it has images"),
         ({"limits": {"images": 0}}, "limit of images is 0, expected at least 1"),
@@ -226,6 +260,53 @@ def test_engines_that_miss_their_bound_leave_nothing(
         build(model)
     assert beside(store / "any") == set()
     assert find_bundle(model) is None
+
+
+LOCK_ERRORS = {
+    "read-only": OSError(errno.EROFS, os.strerror(errno.EROFS)),
+    "another user's": PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
+    "no locks": OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)),
+    "no such call": OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)),
+    "older filelock": NotImplementedError("FileSystem does not appear to support flock"),
+}
+
+
+@pytest.fixture(params=LOCK_ERRORS)
+def no_lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store whose bundles' locks cannot be had; what kind of store it is."""
+    acquire = FileLock.acquire
+
+    def fail(self: FileLock, *arguments: Any, **options: Any) -> Any:
+        if "index" in Path(self.lock_file).name:  # tested with the store
+            return acquire(self, *arguments, **options)
+        raise LOCK_ERRORS[request.param]
+
+    monkeypatch.setattr(FileLock, "acquire", fail)
+    return str(request.param)
+
+
+def test_nothing_to_do_needs_no_lock(tiny_gemma3: Path, copied: Bundle, no_lock: str) -> None:
+    before = files(copied.path)
+    built = build(tiny_gemma3, copied.path)
+    assert (built.bundle, built.new) == (copied, ())
+    assert files(copied.path) == before
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_store_that_cannot_be_locked_is_said_and_left_alone(
+    there: bool, tiny_gemma3: Path, copied: Bundle, tmp_path: Path, quick_export: Exported, no_lock: str
+) -> None:
+    folder = copied.path if there else tmp_path / "new"
+    before = files(copied.path)
+    with pytest.raises(BuildError) as caught:
+        build(tiny_gemma3, folder, precision="fp16")
+    if no_lock in ("read-only", "another user's"):
+        assert_one_line(caught.value, f"{folder} cannot be written: ", LOCK_ERRORS[no_lock].strerror)
+    else:
+        assert_one_line(caught.value, "without file locking (", "choose another place with -o, or set TURBOVIT_HOME")
+    assert files(copied.path) == before
+    assert not (tmp_path / "new").exists()
+    assert quick_export == []
 
 
 def interrupt(steps: list[str], error: BaseException) -> Callable[[str], None]:

@@ -181,11 +181,15 @@ def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act is 'gelu', supported: 'gelu_pytorch_tanh'"),
         ({"image_size": 890}, CheckpointError, "do not divide .*image=890"),
         ({"num_attention_heads": 7}, CheckpointError, "do not divide .*heads=7"),
-        ({"num_attention_heads": 0}, CheckpointError, "makes no sense: .*heads=0"),
-        ({"patch_size": 0}, CheckpointError, "makes no sense: .*patch=0"),
-        ({"num_hidden_layers": -1}, CheckpointError, "makes no sense: .*layers=-1"),
-        ({"hidden_size": "wide"}, CheckpointError, "makes no sense: .*hidden_size.* expected int, got str"),
-        ({"hidden_size": None}, CheckpointError, "makes no sense: .*hidden_size.* expected int, got NoneType"),
+        (
+            {"num_attention_heads": 0},
+            CheckpointError,
+            "num_attention_heads is 0, expected a whole number",
+        ),
+        ({"patch_size": 0}, CheckpointError, "vision_config.patch_size is 0"),
+        ({"num_hidden_layers": -1}, CheckpointError, "num_hidden_layers is -1"),
+        ({"hidden_size": "wide"}, CheckpointError, 'vision_config.hidden_size is "wide", expected a whole number'),
+        ({"hidden_size": None}, CheckpointError, "vision_config.hidden_size is null, expected a whole number"),
     ],
 )
 def test_a_vision_config_that_cannot_be_is_an_error(
@@ -195,7 +199,7 @@ def test_a_vision_config_that_cannot_be_is_an_error(
         Gemma3Tower.spec_from_config(config(**change), PREPROCESSOR)
 
 
-@pytest.mark.parametrize("tokens", [0, 255, 8192, 9])
+@pytest.mark.parametrize("tokens", [255, 8192, 9])
 def test_a_token_count_that_the_patches_cannot_give_is_an_error(tokens: int) -> None:
     with pytest.raises(CheckpointError, match=f"tokens={tokens}"):
         Gemma3Tower.spec_from_config(config() | {"mm_tokens_per_image": tokens}, PREPROCESSOR)

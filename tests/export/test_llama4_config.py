@@ -105,16 +105,16 @@ def test_rope_pairs_are_reordered_in_every_head_of_query_and_key_alone() -> None
         ({"pixel_shuffle_ratio": 0.25}, UnsupportedModelError, "pixel_shuffle_ratio is 0.25, supported: 0.5"),
         ({"image_size": 330}, CheckpointError, "do not fit in .*image=330"),
         ({"image_size": 350}, CheckpointError, "image=350"),  # 25 patches a side: no pairs
-        ({"patch_size": 0}, CheckpointError, "patch=0"),
-        ({"patch_size": [14, 14]}, CheckpointError, r"patch=\[14, 14\]"),
+        ({"patch_size": 0}, CheckpointError, "vision_config.patch_size is 0, expected a whole number of at least 1"),
+        ({"patch_size": [14, 14]}, CheckpointError, r"patch_size is \[14, 14\], expected a whole"),
         ({"num_attention_heads": 7}, CheckpointError, "do not fit in .*heads=7"),
-        ({"num_attention_heads": 0}, CheckpointError, "heads=0"),
+        ({"num_attention_heads": 0}, CheckpointError, "num_attention_heads is 0"),
         ({"num_attention_heads": 64}, CheckpointError, "heads=64"),  # 22 values a head: eleven pairs, no two halves
-        ({"num_hidden_layers": 0}, CheckpointError, "layers=0"),
-        ({"rope_theta": None}, CheckpointError, "theta=0.0"),
+        ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers is 0"),
+        ({"rope_theta": None}, CheckpointError, "vision_config.rope_theta is null, expected a number above 0"),
         ({"projector_input_dim": 2048}, CheckpointError, "adapter_in=2048, adapter_out=4096"),
-        ({"hidden_size": "wide"}, CheckpointError, "makes no sense: .*hidden_size.* expected int, got str"),
-        ({"hidden_size": None}, CheckpointError, "makes no sense: .*hidden_size.* expected int, got NoneType"),
+        ({"hidden_size": "wide"}, CheckpointError, 'vision_config.hidden_size is "wide", expected a whole number'),
+        ({"hidden_size": None}, CheckpointError, "vision_config.hidden_size is null, expected a whole number"),
     ],
     ids=str,
 )

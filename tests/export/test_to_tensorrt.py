@@ -181,7 +181,7 @@ def test_ctrl_c_ends_the_child_and_leaves_nothing(graph: Path, stuck: Path) -> N
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     script = f"""
 import os, subprocess, sys, time
-code = "import os, time; from turbovit.export.compile_child import _end_with; _end_with({{}});"
+code = "import os, time; from turbovit.export.compile_child import end_with; end_with({{}});"
 code += "open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
 subprocess.Popen([sys.executable, "-c", code.format(os.getpid())])
 time.sleep(60)
