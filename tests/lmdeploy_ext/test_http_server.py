@@ -66,11 +66,12 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session", params=[row.name for row in FAMILIES])
-def family(request: pytest.FixtureRequest, backend: str) -> Iterator[Family]:
+def family(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    """A server whose requests may read the tests' files."""
     checkpoint = request.getfixturevalue(f"tiny_{request.param}")
     bundle = request.getfixturevalue(f"tiny_{request.param}_bundle")
     side = LMDeploySide(checkpoint, bundle.path, backend)
-    with served(checkpoint, bundle, backend) as server:
+    with served(checkpoint, bundle, backend, local_media=tmp_path_factory.getbasetemp()) as server:
         yield Family(request.param, backend, checkpoint, server, side)
 
 
@@ -229,10 +230,10 @@ def huge_png() -> bytes:
 JPEG = file_bytes(noise(200, 200, 2), "JPEG")
 BAD: dict[str, tuple[Any, str]] = {
     "a JPEG cut in half": (data_url(JPEG[: len(JPEG) // 2], "jpeg"), "damaged or cut short"),
-    "zero bytes": (data_url(b""), "Invalid data URL"),
+    "zero bytes": (data_url(b""), "the image is empty"),
     "a huge header": (data_url(huge_png()), "12000"),
-    "no base64": ("data:image/png;base64,****", "image 2: "),
-    "no such file": ("/nowhere/at/all.png", "image 2: "),
+    "no base64": ("data:image/png;base64,****", "not base64"),
+    "no such file": ("/nowhere/at/all.png", "names no file in the folder"),
     "a number": (5, "image 2"),
 }
 
