@@ -81,7 +81,7 @@ def count_frames(video: EncodedVideo) -> int:
             if packet.stream is not stream:
                 continue
             packets += packet.size > 0
-            for frame in packet.decode():
+            for frame in stream.decode(packet):
                 if frame.is_corrupt:
                     raise InputError(f"the video is damaged at its frame {frames}")
                 frames += 1

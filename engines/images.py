@@ -107,7 +107,7 @@ def array_from_rgb(image: Image.Image) -> np.ndarray:
     width, height = image.size
     array = np.empty((height, width, 3), dtype=np.uint8)
     for band, (_, top, _, bottom) in _bands(image):
-        array[top:bottom] = band
+        array[top:bottom] = np.asarray(band)
     return array
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from turbovit.engines.encoded_image import EncodedImage, encoded_image
 from turbovit.engines.encoded_video import count_frames, encoded_video
 from turbovit.engines.errors import InputError
-from turbovit.engines.images import checked_size, readable_rgb
+from turbovit.engines.images import array_from_rgb, checked_size, readable_rgb
 from turbovit.engines.limits import RequestPixels, check_bytes, check_frames
 from turbovit.engines.media_files import is_data_url, parts_of_data_url, read_file
 from turbovit.engines.preprocessor import Video
@@ -156,7 +156,7 @@ def patch_media_loading() -> None:
                     picture = readable_rgb(image)
                     if picture.size != (width, height):
                         raise InputError(f"its frame {number} is turned by its EXIF orientation, expected upright ones")
-                    frames[number] = picture
+                    frames[number] = array_from_rgb(picture)
                 fps = float(self.kwargs.get("fps", _JPEG_FRAMES_FPS))
                 return frames, {"fps": fps, "frames_indices": list(range(len(frames)))}
 
@@ -296,13 +296,15 @@ def _check_source(part: Any) -> None:
         return
     given = part.get(kind)
     source = (given.get("url") or given.get("data")) if isinstance(given, dict) else given
-    pictures, texts = (Image.Image, np.ndarray), "a URL, a data URL or a path"
+    expected: tuple[type, ...] = (str, Image.Image)
+    words = "a URL, a data URL or a path"
     if kind == "image_data":
-        expected, words = pictures, "a PIL image or a uint8 array; a URL or path goes into an 'image_url'"
+        expected, words = (
+            (Image.Image, np.ndarray),
+            "a PIL image or uint8 array (a URL or path goes into an 'image_url')",
+        )
     elif kind.startswith("video"):
-        expected, words = (str,), texts
-    else:
-        expected, words = (str, Image.Image), f"{texts}, or a PIL image"
+        expected = (str,)
     if not isinstance(source, expected):
         raise InputError(f"its source is a {type(source).__name__}, expected {words}")
 
