@@ -28,7 +28,7 @@ KINDS = {
     "ts": ("mpegts", "libx264", {}),
 }
 CUT = [kind for kind in KINDS if kind not in ("ts", "mp4 of fragments")]  # these two end anywhere
-DAMAGED = [kind for kind in KINDS if kind != "webm"]  # VP9's decoder takes any bits as pixels
+DAMAGED = [kind for kind in KINDS if kind != "webm"]  # VP9 takes any bits as pixels
 
 
 def blocks(frames: int) -> np.ndarray:
@@ -46,6 +46,7 @@ def written(path: Path, container: str, codec: str, options: dict[str, str]) -> 
     with av.open(str(path), "w", format=container, options=options) as output:
         stream = output.add_stream(codec, rate=FPS)
         stream.width, stream.height, stream.bit_rate = WIDTH, HEIGHT, 2_000_000
+        stream.codec_context.thread_count = 1  # the same bytes on every machine
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         for frame in blocks(FRAMES):
             output.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
@@ -72,11 +73,11 @@ def test_a_cut_video_is_refused(kind: str, part: float, videos: dict[str, bytes]
 
 @pytest.mark.parametrize("kind", DAMAGED)
 @pytest.mark.parametrize("place", [0.2, 0.4, 0.6])
-@pytest.mark.parametrize("junk", [bytes(1500), np.random.default_rng(1).bytes(1500)], ids=["zeros", "noise"])
-def test_a_damaged_stretch_is_refused(kind: str, place: float, junk: bytes, videos: dict[str, bytes]) -> None:
+@pytest.mark.parametrize("junk", ["zeros", "noise"])
+def test_a_damaged_stretch_is_refused(kind: str, place: float, junk: str, videos: dict[str, bytes]) -> None:
     data = bytearray(videos[kind])
-    begin = int(len(data) * place)
-    data[begin : begin + len(junk)] = junk
+    begin, length = int(len(data) * place), len(data) // 5  # several frames: within one, some decoders take any bits
+    data[begin : begin + length] = bytes(length) if junk == "zeros" else np.random.default_rng(1).bytes(length)
     with pytest.raises(InputError, match="the video is"):
         count_frames(encoded_video(bytes(data)))
 
