@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageFile
 
+from turbovit.engines import images
 from turbovit.engines.errors import InputError
 from turbovit.engines.images import Alpha, rgb_from_bytes, rgb_from_image
 from turbovit.engines.limits import IMAGE_PIXELS
@@ -179,6 +180,31 @@ def test_sixteen_bit_grey_is_divided_by_257(mode: str, tmp_path: Path) -> None:
     if mode != "I":
         got = through_every_entry(file_bytes(image, "TIFF" if mode == "I;16B" else "PNG"), tmp_path)
         np.testing.assert_array_equal(got, np.stack([expected] * 3, -1))
+
+
+def test_sixteen_bit_grey_without_a_bright_value_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    images._warn_of_dark_grey.cache_clear()
+    for mode in ("I;16", "I"):
+        rgb_from_image(Image.new(mode, (2, 2), 256))
+        assert not caplog.records
+    for mode in ("I;16", "I"):
+        assert np.asarray(rgb_from_image(Image.new(mode, (2, 2), 255))).max() == 1
+    (record,) = caplog.records
+    assert (record.levelname, "no value above 255" in record.message) == ("WARNING", True)
+
+
+@pytest.mark.parametrize("size", [(3000, 1), (1, 3000), (1025, 1025), (700, 3001)])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_an_image_of_several_bands_is_whole(
+    orientation: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "_BAND", 1000)
+    stored = np.random.default_rng(4).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    image = Image.fromarray(stored)
+    whole = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    image.info["exif"] = exif(orientation).tobytes()
+    expected = UPRIGHT[orientation](np.asarray(whole))
+    np.testing.assert_array_equal(images.array_from_rgb(rgb_from_image(image)), expected)
 
 
 @pytest.mark.parametrize("value", [-1, 65536])

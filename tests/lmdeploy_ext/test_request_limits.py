@@ -7,7 +7,10 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 from http_server import Served, served
 from PIL import Image, ImageFile
 from turbomind_qwen3_vl import Pair, frames_from_seed, video, write_video
-from turbomind_requests import Message, assistant, data_url, file_bytes, image_url, noise, text, user
+from turbomind_requests import Message, assistant, data_url, file_bytes, image_url, noise, same, text, user
 
 from turbovit.benchmarks.lmdeploy_side import LMDeploySide
 from turbovit.engines.bundle import Bundle
@@ -91,16 +94,18 @@ def test_eight_large_images_are_refused_from_their_headers(refused: Refused) -> 
 
 
 def test_the_limit_of_a_request_follows_that_of_an_image(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = [user(*[blank(32)] * 5)]
     monkeypatch.setenv(IMAGE_PIXELS.variable, "1024")
-    assert "image 5: with this one (32x32) the request has 5120 pixels, at most 4096" in refused(
-        [user(*[blank(32)] * 5)]
-    )
+    assert "image 5: with this one (32x32) the request has 5120 pixels, at most 4096" in refused(chat)
     monkeypatch.setenv(REQUEST_PIXELS, "2048")
-    assert "image 3: with this one (32x32) the request has 3072 pixels, at most 2048" in refused(
-        [user(*[blank(32)] * 5)]
-    )
-    monkeypatch.setenv(REQUEST_PIXELS, "many")
-    assert f"{REQUEST_PIXELS}='many' is not a positive number" in refused([user(blank(32))])
+    assert "image 3: with this one (32x32) the request has 3072 pixels, at most 2048" in refused(chat)
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", ""])
+def test_a_limit_that_is_no_number_is_named(value: str, qwen3_vl: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REQUEST_PIXELS, value)
+    with pytest.raises(InputError, match=f"{REQUEST_PIXELS}={value!r} is not a positive number of pixels"):
+        qwen3_vl.side.request([user(blank(32))])
 
 
 def test_frames_count_as_pixels_of_the_request(
@@ -195,11 +200,8 @@ def test_a_server_reads_no_local_file_unless_it_is_told_to(url: str, closed_serv
 
 @pytest.mark.parametrize("data", ["/etc/passwd", "file:///etc/passwd", data_url(b"x"), "/dev/zero", ["/etc/passwd"], 5])
 def test_image_data_are_never_a_path(data: Any, refused: Refused) -> None:
-    for part in (
-        image(data),
-        {"type": "image_data", "image_data": data},
-        {"type": "image_data", "image_data": {"url": data}},
-    ):
+    for given in (data, {"data": data}, {"url": data}):
+        part = {"type": "image_data", "image_data": given}
         words = refused([user(part)])
         assert words.startswith("message 0 (user), image 1: its source is a ")
         assert "etc" not in words
@@ -260,3 +262,34 @@ def test_the_rule_travels_to_processes_that_serve() -> None:
     result = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(rule), capture_output=True, timeout=120)
     printed = result.stdout.decode().splitlines()[-1:]
     assert printed == ["['example.com'] /media True"], result.stderr.decode()
+
+
+class Endless(BaseHTTPRequestHandler):
+    """Answers with one picture, or with zeros for ever."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/good.png":
+            self.wfile.write(file_bytes(noise(32, 32, 0)))
+            return
+        with suppress(ConnectionError):
+            while True:
+                self.wfile.write(bytes(1 << 16))
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_a_download_ends_at_the_limit_on_bytes(qwen3_vl: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmdeploy.vl.media.connection._is_safe_url", lambda url: (True, ""))  # of this machine
+    monkeypatch.setenv(MEDIA_BYTES.variable, str(1 << 20))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        request = qwen3_vl.side.request([user(image_url(f"{url}/good.png"))])
+        for part, kind in ((image_url(f"{url}/endless.png"), "image"), (video(f"{url}/endless.mp4"), "video")):
+            with pytest.raises(InputError, match=rf"{kind} 1: the file has \d+ bytes, at most {1 << 20} are allowed"):
+                qwen3_vl.side.request([user(part)])
+        server.shutdown()
+    assert same(request, qwen3_vl.side.request([user(image_url(data_url(file_bytes(noise(32, 32, 0)))))]))
