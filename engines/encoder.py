@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,11 +13,21 @@ from turbovit.engines.bundle import Bundle, Engine, open_bundle
 from turbovit.engines.commands import build_command
 from turbovit.engines.errors import InputError, NoEngineError, RuntimeUnavailableError, TurbovitError
 from turbovit.engines.families import family_from_name, load
-from turbovit.engines.images import ImageLike
-from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor, Video, concatenated_outputs, joined
+from turbovit.engines.images import ImageLike, checked_size
+from turbovit.engines.limits import RequestPixels, check_frames
+from turbovit.engines.preprocessor import (
+    Encoded,
+    Pixels,
+    Preprocessor,
+    Video,
+    check_video,
+    concatenated_outputs,
+    joined,
+)
 from turbovit.engines.runner import Runner
 
 logger = logging.getLogger("turbovit")
+T = TypeVar("T")
 
 PROCESSOR_FOLDER = "processor"
 EXTRA_TENSORS = "extra_tensors.safetensors"
@@ -60,18 +70,17 @@ class Encoder:
                 of a conversation that has more than two.
 
         Raises:
-            InputError: one cannot be used; says which and why.
+            InputError: one cannot be used, or all together have too many pixels; says which and why.
         """
-        pixels = []
-        for number, item in enumerate(items, 1):
-            kind, prepare = "image", self.preprocessor.pixels_from_image
+        request = RequestPixels()
+
+        def prepared(item: ImageLike | Video) -> Pixels:
             if isinstance(item, Video):
-                kind, prepare = "video", self.preprocessor.pixels_from_video  # type: ignore[assignment]
-            try:
-                pixels.append(prepare(item, **options))  # type: ignore[arg-type]
-            except InputError as error:
-                raise InputError(f"{kind} {number} of {len(items)}: {error}") from None
-        return self.encode_pixels(pixels)
+                return self.preprocessor.pixels_from_video(item, **options)
+            return self.preprocessor.pixels_from_image(item, **options)
+
+        _each(items, lambda item: _count(item, request))  # all of them, before the first is decoded
+        return self.encode_pixels(_each(items, prepared))
 
     def encode_pixels(self, items: Sequence[Pixels], max_batch: int | None = None) -> list[Encoded]:
         """As `encode`, from what the preprocessor made.
@@ -102,6 +111,27 @@ class Encoder:
     def close(self) -> None:
         """Free the engine."""
         self.runner.close()
+
+
+def _each(items: Sequence[ImageLike | Video], use: Callable[[ImageLike | Video], T]) -> list[T]:
+    results = []
+    for number, item in enumerate(items, 1):
+        try:
+            results.append(use(item))
+        except InputError as error:
+            kind = "video" if isinstance(item, Video) else "image"
+            raise InputError(f"{kind} {number} of {len(items)}: {error}") from None
+    return results
+
+
+def _count(item: ImageLike | Video, request: RequestPixels) -> None:
+    if isinstance(item, Video):
+        check_video(item)
+        frames, height, width, _ = item.frames.shape
+        check_frames(frames)
+        request.add(width, height, frames)
+    else:
+        request.add(*checked_size(item))
 
 
 def preprocessor_of(bundle: Bundle) -> Preprocessor:

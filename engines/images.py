@@ -3,31 +3,34 @@
 The same rule holds at every entry (PIL object, array, path, URL, data URL): EXIF orientation is applied first,
 then alpha is composited on white or dropped, then the image becomes 8-bit RGB. 16-bit grey is divided by 257,
 so that 65535 becomes 255; PIL itself would clip everything above 255 to white.
+
+An image is taken in bands of rows, so that beside the file's pixels and the result nothing large is ever held.
 """
 
 from __future__ import annotations
 
-import os
+import logging
+from collections.abc import Iterator
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+from PIL import ExifTags, Image
 
+from turbovit.engines.encoded_image import EncodedImage, encoded_image, open_image, set_up_pillow
 from turbovit.engines.errors import InputError
+from turbovit.engines.limits import check_image_size
+from turbovit.engines.media_files import read_file
+
+logger = logging.getLogger("turbovit")
 
 Alpha = Literal["white", "drop"]
-ImageLike = Image.Image | np.ndarray | str | Path
+ImageLike = Image.Image | np.ndarray | str | Path | EncodedImage
+Box = tuple[int, int, int, int]  # left, top, right, bottom
 
-MAX_PIXELS_VARIABLE = "TURBOVIT_MAX_IMAGE_PIXELS"
-# Pillow's own threshold for a suspected decompression bomb: a quarter of a gigabyte of RGB.
-DEFAULT_MAX_PIXELS = 89_478_485
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
-# Raster formats alone: Pillow would also hand PostScript to Ghostscript, and fetch what some stub formats refer to.
-_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP")
-_SMALLER = f"send a smaller one, or set {MAX_PIXELS_VARIABLE}"
+_BAND = 1 << 20  # pixels
 # What makes an image of an EXIF orientation upright; 1 is.
 _TRANSPOSE: dict[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -38,23 +41,17 @@ _TRANSPOSE: dict[object, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
-
-def max_pixels() -> int:
-    """How many pixels an image may have before it is decoded; ``$TURBOVIT_MAX_IMAGE_PIXELS`` changes it."""
-    configured = os.environ.get(MAX_PIXELS_VARIABLE)
-    if configured is None:
-        return DEFAULT_MAX_PIXELS
-    if not configured.isdecimal() or int(configured) == 0:
-        raise InputError(f"{MAX_PIXELS_VARIABLE}={configured!r} is not a positive number of pixels")
-    return int(configured)
+# Of these, which make rows columns, and which put the last row first.
+_ROWS_ARE_COLUMNS = frozenset(_TRANSPOSE[orientation] for orientation in (5, 6, 7, 8))
+_LAST_ROW_FIRST = frozenset(_TRANSPOSE[orientation] for orientation in (3, 4, 6, 7))
 
 
 def rgb_from_image(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
     """A new RGB image, upright and without metadata, so that a second call changes nothing.
 
     Args:
-        image: a PIL image, a path, or a uint8 array [height, width], [height, width, 1], [.., 3] or [.., 4].
+        image: a PIL image, a path, an `EncodedImage`, or a uint8 array [height, width], [height, width, 1], [.., 3] or
+            [.., 4].
         alpha: ``white`` composites transparent pixels on white, ``drop`` keeps their colour.
 
     Raises:
@@ -71,94 +68,127 @@ def readable_rgb(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
     """As `rgb_from_image`, for reading only: an image that is upright RGB already is not copied, but given back."""
     if isinstance(image, (str, Path)):
         try:
-            return rgb_from_bytes(Path(image).read_bytes(), alpha)
-        except (OSError, ValueError) as error:  # an InputError is a ValueError
+            return rgb_from_bytes(read_file(image), alpha)
+        except InputError as error:
             raise InputError(f"{str(image)!r}: {error}") from None
-    if isinstance(image, np.ndarray):
+    if isinstance(image, EncodedImage):
+        image = open_image(image.data)
+    elif isinstance(image, np.ndarray):
         image = _image_from_array(image)
     elif not isinstance(image, Image.Image):
         raise InputError(f"an image is a PIL image, a uint8 array or a path, got {type(image).__name__}")
-    _check_size(image.size)
-    return _rgb(_upright(image), alpha)
+    check_image_size(image.size)
+    _load(image)
+    return _upright_rgb(image, alpha)
 
 
 def rgb_from_bytes(data: bytes, alpha: Alpha = "white") -> Image.Image:
     """As `rgb_from_image`, from an encoded file; the size is checked in its header, before decoding."""
-    if not data:
-        raise InputError("the image is empty (0 bytes)")
-    _set_up_pillow()
-    try:
-        image = Image.open(BytesIO(data), formats=_supported_formats())
-    except UnidentifiedImageError:
-        raise InputError(
-            f"the image is in no known format (its {len(data)} bytes begin with {data[:8]!r}); "
-            f"known are {', '.join(_supported_formats())}"
-        ) from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InputError(f"{error} The image may have at most {max_pixels()} pixels: {_SMALLER}") from None
-    except Exception as error:  # a damaged header raises whatever the format's plugin happens to raise
-        raise InputError(f"the image cannot be opened: {error}") from None
-    return rgb_from_image(image, alpha)
+    return readable_rgb(encoded_image(data), alpha)
 
 
-@cache
-def _supported_formats() -> list[str]:
-    Image.init()
-    return [name for name in _FORMATS if name in Image.OPEN]  # AVIF and WebP are missing from some Pillow builds
+def checked_size(image: ImageLike) -> tuple[int, int]:
+    """Width and height of an image, which is not decoded for it; raises as `rgb_from_image`."""
+    if isinstance(image, (str, Path)):
+        try:
+            return encoded_image(read_file(image)).size
+        except InputError as error:
+            raise InputError(f"{str(image)!r}: {error}") from None
+    if isinstance(image, np.ndarray):
+        image = _image_from_array(image)
+    elif not isinstance(image, (Image.Image, EncodedImage)):
+        raise InputError(f"an image is a PIL image, a uint8 array or a path, got {type(image).__name__}")
+    check_image_size(image.size)
+    return image.size
 
 
-def _set_up_pillow() -> None:
-    # LMDeploy switches this on for the whole process at import, and a cut file then decodes to grey bands.
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
-    if Image.MAX_IMAGE_PIXELS is not None:  # Pillow's own limit, which would win over a larger one of ours
-        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels())
+def array_from_rgb(image: Image.Image) -> np.ndarray:
+    """uint8 [height, width, 3], a copy of an RGB image's pixels."""
+    width, height = image.size
+    array = np.empty((height, width, 3), dtype=np.uint8)
+    for band, (_, top, _, bottom) in _bands(image):
+        array[top:bottom] = np.asarray(band)
+    return array
 
 
-def _check_size(size: tuple[int, int]) -> None:
-    width, height = size
-    if width < 1 or height < 1:
-        raise InputError(f"the image is empty ({width}x{height})")
-    limit = max_pixels()
-    if width * height > limit:
-        raise InputError(
-            f"the image has {width}x{height} = {width * height} pixels, at most {limit} are allowed: {_SMALLER}"
-        )
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    _set_up_pillow()
+def _load(image: Image.Image) -> None:
+    set_up_pillow()
     try:
         image.load()
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
-        raise InputError(f"the image is damaged or cut short: {error}") from None
+        # An OSError is the decoder's own verdict; others may quote what they found.
+        shown = error if isinstance(error, OSError) else type(error).__name__
+        raise InputError(f"the image is damaged or cut short: {shown}") from None
+
+
+def _upright_rgb(image: Image.Image, alpha: Alpha) -> Image.Image:
+    transpose = _transposition(image)
+    if image.mode == "F":
+        raise InputError("the image has floating-point pixels (mode F): convert it to 8 bit, its range is unknown")
+    if image.mode in _SIXTEEN_BIT_MODES:
+        _check_grey_values(image)
+    plain = type(image) is Image.Image and image.mode == "RGB"  # a file's class knows more than its pixels
+    if plain and transpose is None and not image.has_transparency_data:
+        return image
+    width, height = image.size
+    upright = Image.new("RGB", (height, width) if transpose in _ROWS_ARE_COLUMNS else (width, height))
+    for band, (_, top, _, bottom) in _bands(image):
+        rgb = _rgb(band, alpha)
+        first = height - bottom if transpose in _LAST_ROW_FIRST else top
+        place = (first, 0) if transpose in _ROWS_ARE_COLUMNS else (0, first)
+        upright.paste(rgb if transpose is None else rgb.transpose(transpose), place)
+    return upright
+
+
+def _transposition(image: Image.Image) -> Image.Transpose | None:
     # Not ImageOps.exif_transpose: it rewrites the EXIF data too, and fails where they are odd but the pixels sound.
     try:
-        transpose = _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation))
+        return _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation))
     except Exception:  # unreadable EXIF data say nothing about orientation
-        transpose = None
-    return image if transpose is None else image.transpose(transpose)
+        return None
+
+
+def _bands(image: Image.Image) -> Iterator[tuple[Image.Image, Box]]:
+    """Bands of whole rows from top to bottom, and where they stand."""
+    width, height = image.size
+    rows = max(1, _BAND // width)
+    for top in range(0, height, rows):
+        box = (0, top, width, min(top + rows, height))
+        yield image.crop(box), box
 
 
 def _rgb(image: Image.Image, alpha: Alpha) -> Image.Image:
     if image.mode in _SIXTEEN_BIT_MODES:
         return _grey_from_sixteen_bit(image, alpha).convert("RGB")
-    if image.mode == "F":
-        raise InputError("the image has floating-point pixels (mode F): convert it to 8 bit, its range is unknown")
     try:
         if image.has_transparency_data:
             image = image.convert("RGBA")  # also where alpha is dropped: a palette's would make Pillow warn
             if alpha == "white":
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        plain = type(image) is Image.Image and image.mode == "RGB"  # a file's class knows more than its pixels
-        return image if plain else image.convert("RGB")
+        return image.convert("RGB")
     except Exception as error:  # Pillow lacks some conversions, and checks palettes and transparent colours late
         raise InputError(f"the image, of mode {image.mode}, cannot be converted to RGB: {error}") from None
 
 
+def _check_grey_values(image: Image.Image) -> None:
+    extremes = [(values.min(), values.max()) for values in (np.asarray(band) for band, _ in _bands(image))]
+    lowest, highest = min(low for low, _ in extremes), max(high for _, high in extremes)
+    if lowest < 0 or highest > 65535:
+        raise InputError(f"the image's grey values span {lowest}..{highest}, expected 0..65535 (16 bit)")
+    if highest <= 255:
+        _warn_of_dark_grey()
+
+
+@cache  # once a process
+def _warn_of_dark_grey() -> None:
+    logger.warning(
+        "an image of 16-bit grey (PIL mode I or I;16) has no value above 255: divided by 257 it is nearly black. "
+        "If its values are 8-bit ones, convert it to mode L"
+    )
+
+
 def _grey_from_sixteen_bit(image: Image.Image, alpha: Alpha) -> Image.Image:
     values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
-        raise InputError(f"the image's grey values span {values.min()}..{values.max()}, expected 0..65535 (16 bit)")
     grey = ((values + 128) // 257).astype(np.uint8)  # rounded
     if alpha == "white" and "transparency" in image.info:
         grey[values == image.info["transparency"]] = 255

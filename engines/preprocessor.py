@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -31,6 +32,24 @@ class Video:
     frames: np.ndarray
     fps: float | None
     frame_indices: tuple[int, ...]
+
+
+def check_video(video: Video) -> None:
+    """Make sure that a video's frames and numbers are what they have to be.
+
+    Raises:
+        InputError: says what was got, and what was expected.
+    """
+    frames, indices, fps = video.frames, video.frame_indices, video.fps
+    if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
+        found = f"{frames.dtype} {list(frames.shape)}" if isinstance(frames, np.ndarray) else type(frames).__name__
+        raise InputError(f"its frames are {found}, expected a uint8 array [frames, height, width, 3]")
+    if frames.size == 0:
+        raise InputError(f"its frames are an array of shape {list(frames.shape)}, expected some pixels")
+    if len(indices) != len(frames):
+        raise InputError(f"it has {len(frames)} frames and {len(indices)} frame numbers")
+    if fps is not None and not (isfinite(fps) and fps >= 0):
+        raise InputError(f"it has {fps} frames a second, expected a positive number, or None where it is not known")
 
 
 @dataclass(frozen=True)

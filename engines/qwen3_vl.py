@@ -7,7 +7,6 @@ Reference: `transformers.models.qwen3_vl` (processors; `get_vision_interpolation
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from turbovit.engines.byte_cache import ByteCache
 from turbovit.engines.errors import InputError
 from turbovit.engines.images import ImageLike, readable_rgb
-from turbovit.engines.preprocessor import Encoded, Grid, Pixels, Preprocessor, Video
+from turbovit.engines.preprocessor import Encoded, Grid, Pixels, Preprocessor, Video, check_video
 from turbovit.engines.resizing import pixels_from_rgb, resized
 
 _UINT8: Mapping[str, Any] = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
@@ -83,8 +82,11 @@ class Qwen3VLPreprocessor(Preprocessor):
         """
         if self._no_videos:
             raise InputError(self._no_videos)
-        _check_video(video, self._temporal)
-        own = np.array(video.frames, order="C")  # torch takes neither read-only arrays nor reversed ones
+        check_video(video)
+        if len(video.frames) < self._temporal:
+            raise InputError(f"it has {len(video.frames)} frames, expected at least {self._temporal}")
+        # torch takes neither read-only arrays nor reversed ones; all others are used where they are
+        own = np.require(video.frames, requirements=("C_CONTIGUOUS", "WRITEABLE"))
         frames = torch.from_numpy(own).permute(0, 3, 1, 2)  # [frames, 3, height, width]
         options: dict[str, Any] = {**_UINT8, **self._video_options, "do_sample_frames": False, "do_resize": True}
         options["input_data_format"] = "channels_first"  # it would guess, with a warning where it can be either
@@ -192,19 +194,6 @@ def _difference(image_processor: Any, video_processor: Any) -> str | None:
         if np.any(np.asarray(image) != np.asarray(video)):
             return f"the video processor's {name} is {video}, the image processor's {image}: this model takes no videos"
     return None
-
-
-def _check_video(video: Video, temporal: int) -> None:
-    frames, indices, fps = video.frames, video.frame_indices, video.fps
-    if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
-        found = f"{frames.dtype} {list(frames.shape)}" if isinstance(frames, np.ndarray) else type(frames).__name__
-        raise InputError(f"its frames are {found}, expected a uint8 array [frames, height, width, 3]")
-    if frames.size == 0 or len(frames) < temporal:
-        raise InputError(f"its frames are an array of shape {list(frames.shape)}, expected at least {temporal} frames")
-    if len(indices) != len(frames):
-        raise InputError(f"it has {len(frames)} frames and {len(indices)} frame numbers")
-    if fps is not None and not (isfinite(fps) and fps >= 0):
-        raise InputError(f"it has {fps} frames a second, expected a positive number, or None where it is not known")
 
 
 def _size_option(processor: Any, size: Mapping[str, int] | None) -> dict[str, Any]:

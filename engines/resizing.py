@@ -16,10 +16,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from turbovit.engines.images import array_from_rgb
+
 
 def pixels_from_rgb(image: Image.Image) -> Tensor:
     """uint8 [1, 3, height, width] in channels-last memory."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+    return torch.from_numpy(array_from_rgb(image)).permute(2, 0, 1)[None]
 
 
 def resized(processor: Any, pixels: Tensor, size: Mapping[str, int], **options: Any) -> np.ndarray:

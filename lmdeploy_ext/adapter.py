@@ -14,24 +14,16 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
 
-from turbovit.engines.errors import InputError, UnsupportedBackendError
+from turbovit.engines.errors import UnsupportedBackendError
 from turbovit.engines.families import FAMILIES, FamilyRow, architecture_from_config, load
-from turbovit.engines.images import rgb_from_bytes
-from turbovit.engines.preprocessor import Video
-from turbovit.lmdeploy_ext.conversation import MEDIA, MediaPart
+from turbovit.lmdeploy_ext import media_adapter
 
 # What is used, as module:attribute, and the parameters that it must have.
 PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
     "lmdeploy.vl.model.base:VISION_MODELS.register_module": ("name", "force", "module"),
     "lmdeploy.vl.model.base:VisionModel.__init__": ("model_path", "with_llm", "max_memory", "hf_config", "backend"),
-    "lmdeploy.serve.processors.multimodal:ImageMediaIO.__init__": ("image_mode", "kwargs"),
-    "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_bytes": ("data",),
-    "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_base64": ("media_type", "data"),
-    "lmdeploy.serve.processors.multimodal:ImageMediaIO.load_file": ("file_path",),
-    "lmdeploy.serve.processors.multimodal:VideoMediaIO.__init__": ("image_io", "kwargs"),
     "lmdeploy.serve.processors.multimodal:MultimodalProcessor._get_text_prompt_input": (
         "prompt",
         "do_preprocess",
@@ -44,13 +36,6 @@ PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
         "messages",
         "do_preprocess",
         "media_io_kwargs",
-    ),
-    "lmdeploy.serve.processors.multimodal:MultimodalProcessor._parse_multimodal_item": (
-        "i",
-        "in_messages",
-        "out_messages",
-        "media_io_kwargs",
-        "allowed_media_domains",
     ),
     "lmdeploy.serve.processors.multimodal:BaseChatTemplate.messages2prompt": ("messages",),
     "lmdeploy.vl.engine:_raise_exception_on_finish": ("task",),
@@ -76,8 +61,6 @@ SERVER_PARTS: dict[str, tuple[str, ...]] = {
     "lmdeploy.turbomind:is_available": (),
     "lmdeploy.utils:get_model": ("pretrained_model_name_or_path", "download_dir", "revision"),
 }
-_LONGEST = 300  # LMDeploy's own messages can quote a whole data URL
-_ALPHA = "turbovit_alpha"  # travels to ImageMediaIO among LMDeploy's own media_io_kwargs
 
 
 def check(parts: Mapping[str, tuple[str, ...]] = PRIVATE_PARTS) -> list[str]:
@@ -124,32 +107,8 @@ def register_vision_models() -> None:
         VISION_MODELS.register_module(name=row.registry_name, module=module, force=True)
 
 
-def patch_image_loading() -> None:
-    """Images are checked by their header, decoded strictly and brought to RGB by the family's rule."""
-    from lmdeploy.serve.processors import multimodal
-
-    class StrictImageMediaIO(multimodal.ImageMediaIO):
-        """LMDeploy's loader, with turbovit's decoding for the compiled models; others get what LMDeploy gives them."""
-
-        def load_bytes(self, data: bytes) -> Any:
-            return rgb_from_bytes(data, self.kwargs[_ALPHA]) if _ALPHA in self.kwargs else super().load_bytes(data)
-
-        def load_file(self, file_path: Any) -> Any:
-            return self.load_bytes(file_path.read_bytes())
-
-    class StrictVideoMediaIO(multimodal.VideoMediaIO):
-        """LMDeploy's loader; frames that are sent as images are decoded as those are."""
-
-        def __init__(self, image_io: Any, **kwargs: Any) -> None:
-            alpha = kwargs.pop(_ALPHA, None)
-            super().__init__(StrictImageMediaIO(**{_ALPHA: alpha}) if alpha else image_io, **kwargs)
-
-    multimodal.ImageMediaIO = StrictImageMediaIO
-    multimodal.VideoMediaIO = StrictVideoMediaIO
-
-
 def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
-    """Wrap what `MultimodalProcessor` does with images and with prompts that have none.
+    """Wrap what `MultimodalProcessor` does with prompts, those with images and those that have none.
 
     Args:
         compiled_model: gives the compiled vision model of an image encoder, or None where it has none.
@@ -157,29 +116,8 @@ def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
     from lmdeploy.serve.processors import multimodal
     from lmdeploy.serve.processors.multimodal import MultimodalProcessor
 
-    parse = MultimodalProcessor._parse_multimodal_item
     text_input = MultimodalProcessor._get_text_prompt_input
     multimodal_input = MultimodalProcessor._get_multimodal_prompt_input
-
-    @functools.wraps(parse)
-    def parse_naming_errors(
-        i: int, in_messages: list[dict], out_messages: list[dict], media_io_kwargs: dict, *args: Any, **kwargs: Any
-    ) -> None:
-        content = in_messages[i].get("content")
-        if not isinstance(content, list):
-            return parse(i, in_messages, out_messages, media_io_kwargs, *args, **kwargs)
-        parsed: list[Any] = []
-        message = dict(in_messages[i])
-        for number, part in enumerate(content, 1):
-            single: list[Any] = [None]
-            try:
-                parse(0, [{**message, "content": [part]}], single, media_io_kwargs, *args, **kwargs)
-            except Exception as error:  # loaders raise ValueError, OSError, binascii, requests and PIL errors
-                where = f"message {i} ({message.get('role')}), {_part_label(content, number)}"
-                raise InputError(f"{where}: {_one_line(error)}") from error
-            parsed += single[0]["content"]
-        out_messages[i] = {**message, "content": parsed}
-        return None
 
     @functools.wraps(text_input)
     async def text_input_of_model(
@@ -201,11 +139,10 @@ def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
         model = compiled_model(self.vl_encoder)
         if model is not None:
             model.check_messages(messages, _template(self, do_preprocess))
-            media_io_kwargs = _with_alpha(media_io_kwargs or {}, model.preprocessor.alpha)
+            media_io_kwargs = media_adapter.for_one_request(media_io_kwargs or {})
         return await multimodal_input(self, messages, do_preprocess, *args, media_io_kwargs=media_io_kwargs, **kwargs)
 
     multimodal.BaseChatTemplate = _raw_template_class()  # it makes one for ``do_preprocess=False`` alone
-    MultimodalProcessor._parse_multimodal_item = staticmethod(parse_naming_errors)
     MultimodalProcessor._get_text_prompt_input = text_input_of_model
     MultimodalProcessor._get_multimodal_prompt_input = multimodal_input_of_model
 
@@ -368,17 +305,6 @@ def takes_parts(chat_template: Any) -> bool:
     return isinstance(chat_template, HFChatTemplate)
 
 
-def video_from_part(part: MediaPart) -> Video:
-    """A video as LMDeploy's loaders give it: frames and ``video_metadata``; the preprocessor checks them."""
-    frames, metadata = part.data, part.params.get("video_metadata") or {}
-    if isinstance(frames, torch.Tensor):  # of torchvision or, channels first, torchcodec
-        frames = (frames.movedim(1, 3) if frames.ndim == 4 and frames.shape[3] != 3 else frames).numpy()
-    indices = metadata.get("frames_indices")
-    if indices is None and isinstance(frames, np.ndarray):
-        indices = range(len(frames))
-    return Video(frames, metadata.get("fps"), tuple(int(index) for index in (() if indices is None else indices)))
-
-
 def grid_entry(
     kind: str, patches: torch.Tensor, grid: tuple[int, int], place: tuple[int, int], token: int
 ) -> dict[str, Any]:
@@ -421,27 +347,3 @@ def _raw_template_class() -> type:
         """The empty template of a request with ``do_preprocess=False``, told from that of a model that has none."""
 
     return RawTemplate
-
-
-def _with_alpha(media_io_kwargs: dict[str, Any], alpha: str) -> dict[str, Any]:
-    options = dict(media_io_kwargs)
-    for kind in MEDIA:
-        given = options.get(kind, {})
-        if not isinstance(given, dict):
-            raise InputError(f"media_io_kwargs has {type(given).__name__} for {kind!r}, expected a dict")
-        options[kind] = {**given, _ALPHA: alpha}
-    return options
-
-
-def _part_label(content: list[Any], number: int) -> str:
-    """``image 2`` for the second image of a message, ``part 3`` for its third part that is no image or video."""
-    types = [str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content[:number]]
-    for kind in MEDIA:
-        if types[-1].startswith(kind):
-            return f"{kind} {sum(given.startswith(kind) for given in types)}"
-    return f"part {number} ({types[-1]})"
-
-
-def _one_line(error: Exception) -> str:
-    line = " ".join(str(error).split()) or type(error).__name__
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."

@@ -14,7 +14,7 @@ from turbovit.engines.bundle import open_bundle
 from turbovit.engines.encoder import Encoder, open_encoder, preprocessor_of
 from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Item, Pixels, Preprocessor
-from turbovit.lmdeploy_ext import adapter
+from turbovit.lmdeploy_ext import adapter, media_adapter
 from turbovit.lmdeploy_ext.bundle_choice import bundle_folder
 from turbovit.lmdeploy_ext.conversation import (
     Conversation,
@@ -297,7 +297,7 @@ class CompiledVisionModel:
         assert preprocessor is not None
         try:
             if part.kind == "video":
-                return preprocessor.pixels_from_video(adapter.video_from_part(part), **(options or {}))
+                return preprocessor.pixels_from_video(media_adapter.video_from_part(part), **(options or {}))
             return preprocessor.pixels_from_image(part.data, **(options or {}))
         except InputError as error:
             raise InputError(f"{part.label}: {error}") from None

@@ -24,19 +24,19 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    from turbovit.lmdeploy_ext import adapter, deepseek_vl2_config
+    from turbovit.lmdeploy_ext import adapter, deepseek_vl2_config, media_adapter
     from turbovit.lmdeploy_ext.capability import turbomind_refusal
     from turbovit.lmdeploy_ext.engine_config import prepared_engine_config
     from turbovit.lmdeploy_ext.pytorch_engine import adapter as engine_adapter
 
-    problems = adapter.check()
+    problems = adapter.check(adapter.PRIVATE_PARTS | media_adapter.PRIVATE_PARTS)
     if problems:
         raise RuntimeUnavailableError(
             f"turbovit needs lmdeploy 0.18 (pip install 'turbovit[lmdeploy]'); in the one here {'; '.join(problems)}"
         )
     deepseek_vl2_config.register()
     adapter.register_vision_models()
-    adapter.patch_image_loading()
+    media_adapter.patch_media_loading()
     adapter.patch_prompt_inputs(compiled_model)
     adapter.quiet_refusals()
     adapter.patch_bare_ids(compiled_model)

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 from turbovit.engines.bundle import MANIFEST, open_bundle
 from turbovit.engines.errors import RuntimeUnavailableError, UnsupportedBackendError, UsageError
 from turbovit.engines.families import family_from_architecture
-from turbovit.lmdeploy_ext import adapter
+from turbovit.lmdeploy_ext import adapter, media_adapter
 from turbovit.lmdeploy_ext.bundle_choice import BUNDLE_VARIABLE, COMPILED_VISION_VARIABLE
 from turbovit.lmdeploy_ext.capability import turbomind_lacks, turbomind_refusal
 from turbovit.lmdeploy_ext.engine_config import prepared_engine_config
+from turbovit.lmdeploy_ext.local_media import OPTION, AllowedMedia
 from turbovit.lmdeploy_ext.memory import gpus
 from turbovit.lmdeploy_ext.plugin import install
 from turbovit.lmdeploy_ext.pytorch_capability import pytorch_refusal
@@ -30,6 +31,7 @@ def serve(
     engines: Path | None = None,
     auto_build: bool = False,
     compiled_vision: bool = True,
+    local_media: Path | None = None,
     report: Report = lambda line: None,
 ) -> None:
     """Serve `model` until the server ends.
@@ -42,6 +44,7 @@ def serve(
             store.
         auto_build: whether to build the bundle first where there is none.
         compiled_vision: False leaves everything to LMDeploy (backend pytorch).
+        local_media: the folder whose files requests may name as images and videos; None: they may name none.
         report: called with a line about each thing that was decided.
 
     Raises:
@@ -57,6 +60,7 @@ def serve(
     family_from_architecture(architecture)
     _require_lmdeploy()
     options = _parsed(model, arguments)
+    options.allowed_media_domains = _allowed_media(options.allowed_media_domains, local_media)
     options.backend = _backend(architecture, backend, compiled_vision, report)
     _require_device(options)
     options.model_name = options.model_name or model  # as LMDeploy's own command does
@@ -71,13 +75,15 @@ def serve(
     os.environ[COMPILED_VISION_VARIABLE] = "1" if compiled_vision else "0"
     if compiled_vision:
         install()
+    else:
+        media_adapter.patch_url_loading()
     adapter.start_server(options, prepared_engine_config)
 
 
 def _require_lmdeploy() -> None:
     if importlib.util.find_spec("lmdeploy") is None:
         raise RuntimeUnavailableError("serving needs LMDeploy, which is not here: pip install 'turbovit[lmdeploy]'")
-    problems = adapter.check(adapter.SERVER_PARTS)
+    problems = adapter.check(adapter.SERVER_PARTS | media_adapter.PRIVATE_PARTS)
     if problems:
         raise RuntimeUnavailableError(
             f"turbovit serve needs lmdeploy 0.18 (pip install 'turbovit[lmdeploy]'); in the one here "
@@ -92,6 +98,12 @@ def _parsed(model: str, arguments: Sequence[str]) -> Any:
     parser = adapter.server_parser()
     parser.error = refuse
     return parser.parse_args([model, *arguments])
+
+
+def _allowed_media(domains: list[str] | None, local_media: Path | None) -> AllowedMedia:
+    if local_media is not None and not local_media.is_dir():
+        raise UsageError(f"{OPTION} {local_media} is no folder: name the one whose files requests may read")
+    return AllowedMedia(domains or (), local_media)
 
 
 def _backend(architecture: str, wanted: str | None, compiled_vision: bool, report: Report) -> str:

@@ -111,8 +111,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(model: Path, bundle: Bundle, backend: str = "turbomind", *arguments: str) -> Iterator[Served]:
-    """Serve `model` on a free port of loopback until the block ends."""
+def served(
+    model: Path, bundle: Bundle, backend: str = "turbomind", *arguments: str, local_media: Path | None = None
+) -> Iterator[Served]:
+    """Serve `model` on a free port of loopback until the block ends; `local_media` as `serve` takes it."""
     import uvicorn
 
     from turbovit.lmdeploy_ext import serve
@@ -130,7 +132,7 @@ def served(model: Path, bundle: Bundle, backend: str = "turbomind", *arguments: 
         try:
             options = ["--server-name", "127.0.0.1", "--server-port", str(port), "--disable-metrics"]
             options += ["--max-batch-size", "8", *arguments]  # else LMDeploy asks the GPU
-            serve.serve(str(model), options, backend=backend, engines=bundle.path)
+            serve.serve(str(model), options, backend=backend, engines=bundle.path, local_media=local_media)
         except BaseException as error:
             found["error"] = error
         finally:

@@ -261,6 +261,10 @@ def serve(
     no_compiled_vision: Annotated[
         bool, typer.Option("--no-compiled-vision", help="Leave the vision half to LMDeploy (backend pytorch).")
     ] = False,
+    allowed_local_media_path: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Requests may name files in DIR as images and videos; by default none."),
+    ] = None,
 ) -> None:
     """Serve MODEL with LMDeploy's own server, its vision tower compiled.
 
@@ -277,6 +281,7 @@ def serve(
         engines=engines,
         auto_build=auto_build,
         compiled_vision=not no_compiled_vision,
+        local_media=allowed_local_media_path,
         report=lambda line: err.print(escape(line), soft_wrap=True),
     )
 

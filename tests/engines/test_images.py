@@ -18,8 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageFile
 
+from turbovit.engines import images
 from turbovit.engines.errors import InputError
-from turbovit.engines.images import DEFAULT_MAX_PIXELS, MAX_PIXELS_VARIABLE, Alpha, rgb_from_bytes, rgb_from_image
+from turbovit.engines.images import Alpha, rgb_from_bytes, rgb_from_image
+from turbovit.engines.limits import IMAGE_PIXELS
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 4), dtype=np.uint8)  # height 5, width 7, RGBA
 WHITE = [255, 255, 255]
@@ -180,6 +182,31 @@ def test_sixteen_bit_grey_is_divided_by_257(mode: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(got, np.stack([expected] * 3, -1))
 
 
+def test_sixteen_bit_grey_without_a_bright_value_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    images._warn_of_dark_grey.cache_clear()
+    for mode in ("I;16", "I"):
+        rgb_from_image(Image.new(mode, (2, 2), 256))
+        assert not caplog.records
+    for mode in ("I;16", "I"):
+        assert np.asarray(rgb_from_image(Image.new(mode, (2, 2), 255))).max() == 1
+    (record,) = caplog.records
+    assert (record.levelname, "no value above 255" in record.message) == ("WARNING", True)
+
+
+@pytest.mark.parametrize("size", [(3000, 1), (1, 3000), (1025, 1025), (700, 3001)])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_an_image_of_several_bands_is_whole(
+    orientation: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "_BAND", 1000)
+    stored = np.random.default_rng(4).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    image = Image.fromarray(stored)
+    whole = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    image.info["exif"] = exif(orientation).tobytes()
+    expected = UPRIGHT[orientation](np.asarray(whole))
+    np.testing.assert_array_equal(images.array_from_rgb(rgb_from_image(image)), expected)
+
+
 @pytest.mark.parametrize("value", [-1, 65536])
 def test_integers_beyond_16_bit_are_refused(value: int) -> None:
     with pytest.raises(InputError, match=rf"{value}.*expected 0\.\.65535"):
@@ -222,7 +249,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 def test_text_that_is_called_png_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("this is no image")
-    with pytest.raises(InputError, match=r"text\.png.*no known format.*16 bytes.*this is"):
+    with pytest.raises(InputError, match=r"text\.png.*no known format \(it has 16 bytes\)"):
         rgb_from_image(tmp_path / "text.png")
 
 
@@ -239,7 +266,7 @@ def test_a_huge_image_is_refused_from_its_header(side: int, warning: Any, tmp_pa
     path = tmp_path / "huge.png"
     path.write_bytes(png(side, side, 8, 2, b""))
     tracemalloc.start()
-    with pytest.raises(InputError, match=rf"{side**2}.*{DEFAULT_MAX_PIXELS}.*{MAX_PIXELS_VARIABLE}"):
+    with pytest.raises(InputError, match=rf"{side**2}.*{IMAGE_PIXELS.default}.*{IMAGE_PIXELS.variable}"):
         rgb_from_image(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -256,23 +283,23 @@ def test_a_huge_image_object_is_refused_before_it_is_decoded() -> None:
 @pytest.mark.parametrize("file_format", ["PNG", "ICO"])
 def test_the_limit_can_be_lowered(file_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = file_bytes(Image.new("RGB", (16, 16)), file_format, sizes=[(16, 16)])
-    monkeypatch.setenv(MAX_PIXELS_VARIABLE, "256")
+    monkeypatch.setenv(IMAGE_PIXELS.variable, "256")
     assert rgb_from_bytes(data).size == (16, 16)
-    monkeypatch.setenv(MAX_PIXELS_VARIABLE, "255")
+    monkeypatch.setenv(IMAGE_PIXELS.variable, "255")
     with pytest.raises(InputError, match="16x16 = 256 pixels, at most 255"):
         rgb_from_bytes(data)
 
 
 def test_the_limit_can_be_raised_past_pillows_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # its error comes at twice that
-    monkeypatch.setenv(MAX_PIXELS_VARIABLE, "256")
+    monkeypatch.setenv(IMAGE_PIXELS.variable, "256")
     assert rgb_from_bytes(file_bytes(Image.new("RGB", (16, 16)))).size == (16, 16)
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "1e6", "many"])
 def test_a_limit_that_is_no_number_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MAX_PIXELS_VARIABLE, value)
-    with pytest.raises(InputError, match=f"{MAX_PIXELS_VARIABLE}={value!r}"):
+    monkeypatch.setenv(IMAGE_PIXELS.variable, value)
+    with pytest.raises(InputError, match=f"{IMAGE_PIXELS.variable}={value!r}"):
         rgb_from_bytes(file_bytes(Image.new("RGB", (1, 1))))
 
 

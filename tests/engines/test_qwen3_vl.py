@@ -248,8 +248,8 @@ def test_any_array_of_frames_is_taken(frames: np.ndarray, preprocessor: Qwen3VLP
 
 
 BAD_VIDEOS = {
-    "one frame": (Video(FRAMES[:1], 2, (0,)), r"shape \[1, 64, 64, 3\], expected at least 2 frames"),
-    "no frame": (Video(FRAMES[:0], 2, ()), r"shape \[0, 64, 64, 3\], expected at least 2"),
+    "one frame": (Video(FRAMES[:1], 2, (0,)), "1 frames, expected at least 2"),
+    "no frame": (Video(FRAMES[:0], 2, ()), r"shape \[0, 64, 64, 3\], expected some pixels"),
     "no rows": (Video(FRAMES[:, :0], 2, (0, 1, 2, 3)), r"shape \[4, 0, 64, 3\]"),
     "floats": (Video(FRAMES.astype(np.float32), 2, (0, 1, 2, 3)), r"float32 \[4, 64, 64, 3\], expected a uint8 array"),
     "grey": (Video(FRAMES[..., 0], 2, (0, 1, 2, 3)), r"uint8 \[4, 64, 64\], expected"),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from turbovit.engines.errors import RuntimeUnavailableError
-from turbovit.lmdeploy_ext import adapter, install, plugin
+from turbovit.lmdeploy_ext import adapter, install, media_adapter, plugin
 from turbovit.lmdeploy_ext.adapter import PRIVATE_PARTS, SERVER_PARTS
 
-PARTS = PRIVATE_PARTS | SERVER_PARTS
+PARTS = PRIVATE_PARTS | SERVER_PARTS | media_adapter.PRIVATE_PARTS
 
 
 def owner_and_name(path: str) -> tuple[Any, str]:

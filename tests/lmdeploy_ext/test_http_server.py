@@ -7,6 +7,7 @@ TurboMind is pretended to have the language models that it lacks; both engines a
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -66,11 +67,12 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session", params=[row.name for row in FAMILIES])
-def family(request: pytest.FixtureRequest, backend: str) -> Iterator[Family]:
+def family(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    """A server whose requests may read the tests' files."""
     checkpoint = request.getfixturevalue(f"tiny_{request.param}")
     bundle = request.getfixturevalue(f"tiny_{request.param}_bundle")
     side = LMDeploySide(checkpoint, bundle.path, backend)
-    with served(checkpoint, bundle, backend) as server:
+    with served(checkpoint, bundle, backend, local_media=tmp_path_factory.getbasetemp()) as server:
         yield Family(request.param, backend, checkpoint, server, side)
 
 
@@ -226,14 +228,23 @@ def huge_png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(body)
 
 
+def icon(picture: bytes) -> bytes:
+    """An ICO whose directory says 32x32."""
+    return b"\0\0\1\0\1\0" + struct.pack("<BBBBHHII", 32, 32, 0, 0, 1, 32, len(picture), 22) + picture
+
+
 JPEG = file_bytes(noise(200, 200, 2), "JPEG")
 BAD: dict[str, tuple[Any, str]] = {
     "a JPEG cut in half": (data_url(JPEG[: len(JPEG) // 2], "jpeg"), "damaged or cut short"),
-    "zero bytes": (data_url(b""), "Invalid data URL"),
+    "zero bytes": (data_url(b""), "the image is empty"),
     "a huge header": (data_url(huge_png()), "12000"),
-    "no base64": ("data:image/png;base64,****", "image 2: "),
-    "no such file": ("/nowhere/at/all.png", "image 2: "),
+    "no base64": ("data:image/png;base64,****", "not base64"),
+    "no such file": ("/nowhere/at/all.png", "names no file in the folder"),
     "a number": (5, "image 2"),
+    "a device": ("/dev/zero", "names no file in the folder"),
+    "a file elsewhere": ("file:///etc/passwd", "names no file in the folder"),
+    "an icon of a huge picture": (data_url(icon(huge_png())), "12000x12000 = 144000000 pixels"),
+    "no base64 in the URL": ("data:image/png,AAAA", "the data URL is not base64"),
 }
 
 
@@ -255,6 +266,27 @@ def test_a_file_that_is_no_image_is_refused(content: bytes, words: str, family: 
     reason = family.server.refused(family.server.chat([user(image_url(str(tmp_path / "text.png")))]))
     assert reason.startswith("message 0 (user), image 1: ")
     assert words in reason
+
+
+def test_too_many_pixels_in_one_request_are_a_4xx(family: Family) -> None:
+    large = image_url(data_url(file_bytes(Image.new("1", (9400, 9400)))))
+    reason = family.server.refused(family.server.chat([user(*[large] * 3), assistant("yes"), user(*[large] * 5)]))
+    assert reason.startswith("message 2 (user), image 2: with this one (9400x9400) the request has 441800000 pixels")
+    assert "TURBOVIT_MAX_REQUEST_PIXELS" in reason
+
+
+def test_a_pipe_is_a_4xx_at_once(family: Family, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reason = family.server.refused(family.server.chat([user(image_url((tmp_path / "pipe").as_uri()))]))
+    assert reason == "message 0 (user), image 1: it is a pipe, expected a regular file"
+
+
+def test_a_png_with_a_large_text_is_its_picture(family: Family) -> None:
+    plain = file_bytes(A)
+    body = b"zTXt" + b"Comment\0\0" + zlib.compress(bytes(3 << 20))
+    text_chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    response = family.server.chat([user(image_url(data_url(plain[:33] + text_chunk + plain[33:])), QUESTION)])
+    assert_answers(family, response, family.side.request([user(image(A), QUESTION)]))
 
 
 def test_bad_messages_are_a_4xx_that_names_them(family: Family) -> None:

@@ -17,7 +17,7 @@ from turbomind_requests import assistant, data_url, file_bytes, image, image_url
 
 from turbovit.benchmarks.lmdeploy_side import LMDeploySide
 from turbovit.engines.errors import InputError
-from turbovit.engines.images import MAX_PIXELS_VARIABLE
+from turbovit.engines.limits import IMAGE_PIXELS
 
 SEMITRANSPARENT = noise(40, 30, 0, channels=4)
 ROTATED = Image.Exif()
@@ -26,7 +26,6 @@ ROTATED[ExifTags.Base.Orientation] = 6
 ENTRIES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "PIL image": lambda path: image(Image.open(path)),
     "PIL image as image": lambda path: {"type": "image", "image": Image.open(path)},
-    "path as image data": lambda path: image(str(path)),
     "path": lambda path: image_url(str(path)),
     "path, not in a dict": lambda path: {"type": "image", "image": str(path)},
     "file URL": lambda path: image_url(path.as_uri()),
@@ -86,16 +85,18 @@ GOOD = [user(image(noise(20, 20, 7)))]
 JPEG = file_bytes(noise(200, 200, 6), "JPEG")
 BAD: dict[str, tuple[str, str]] = {
     "a JPEG cut in half": (data_url(JPEG[: len(JPEG) // 2], "jpeg"), "the image is damaged or cut short"),
-    "no bytes": ("data:image/png;base64,", "Invalid data URL"),
+    "no bytes": ("data:image/png;base64,", r"the image is empty \(0 bytes\)"),
     "junk": (data_url(b"this is a text file"), "the image is in no known format"),
-    "no base64": ("data:image/png;base64,abc", "padding"),
-    "base64 of nothing": ("data:image/png;base64,@@@@", r"the image is empty \(0 bytes\)"),
-    "another encoding": ("data:image/png;utf8,abc", "Only base64 data URLs are supported"),
+    "a piece of base64": ("data:image/png;base64,abcde", "the data URL is not base64: its 5 characters"),
+    "no base64": ("data:image/png;base64,@@@@", "the data URL is not base64: its 4 characters"),
+    "another encoding": ("data:image/png;utf8,abc", "the data URL is not base64: expected data:"),
     "12000x12000": (data_url(png_of_size(12000, 12000)), "12000x12000 = 144000000 pixels, at most"),
     "100000x100000": (data_url(png_of_size(100_000, 100_000)), "pixels"),
     "a missing file": ("file:///nowhere/a.png", "No such file"),
-    "a missing path": ("/nowhere/a.png", "must be either a HTTP, data or file URL"),
-    "a folder": ("/", "Is a directory"),
+    "a missing path": ("/nowhere/a.png", "it is no http, data or file URL, and as a path: .*No such file"),
+    "a folder": ("/", "it is a folder, expected a regular file"),
+    "a device": ("/dev/zero", "it is a device, expected a regular file"),
+    "a file without a size": ("/proc/self/environ", r"the image is empty \(0 bytes\)"),
     "an address of this machine": ("http://127.0.0.1:9/a.png", "Blocked non-global IP"),
 }
 
@@ -125,7 +126,7 @@ def test_a_refusal_stays_short_whatever_was_sent(quick_side: LMDeploySide) -> No
 def test_the_limit_on_pixels_holds_for_each_request(quick_side: LMDeploySide, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [user(image_url(data_url(file_bytes(noise(20, 10, 9)))))]
     quick_side.request(messages)
-    monkeypatch.setenv(MAX_PIXELS_VARIABLE, "199")
+    monkeypatch.setenv(IMAGE_PIXELS.variable, "199")
     with pytest.raises(InputError, match=r"image 1: the image has 20x10 = 200 pixels, at most 199"):
         quick_side.request(messages)
 

@@ -13,8 +13,8 @@ import torch
 from turbomind_qwen3_vl import Pair, frames_from_seed, loaded, video, write_video
 from turbomind_requests import Message, assistant, file_bytes, image, noise, system, text, user
 
-from turbovit.lmdeploy_ext.adapter import video_from_part
 from turbovit.lmdeploy_ext.conversation import MediaPart
+from turbovit.lmdeploy_ext.media_adapter import video_from_part
 
 A, B = noise(300, 200, 0), noise(123, 457, 1)
 QUESTION = text("what is it?")

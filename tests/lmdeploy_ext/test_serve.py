@@ -15,13 +15,14 @@ import pytest
 from turbovit.engines.bundle import Bundle
 from turbovit.engines.errors import (
     BundleError,
+    InputError,
     RuntimeUnavailableError,
     UnsupportedBackendError,
     UnsupportedModelError,
     UsageError,
 )
 from turbovit.export import build as build_module
-from turbovit.lmdeploy_ext import adapter, capability, pytorch_capability, serve
+from turbovit.lmdeploy_ext import adapter, capability, media_adapter, pytorch_capability, serve
 from turbovit.lmdeploy_ext.bundle_choice import BUNDLE_VARIABLE, COMPILED_VISION_VARIABLE
 from turbovit.lmdeploy_ext.memory import GpuMemory
 
@@ -142,6 +143,8 @@ def test_what_does_not_go_together_is_told(tiny_gemma3: Path, tmp_path: Path, st
         start(tiny_gemma3, backend="abacus")
     with pytest.raises(UsageError, match=r"unrecognized arguments: --nonsense \(.*lmdeploy serve api_server --help"):
         start(tiny_gemma3, "--nonsense")
+    with pytest.raises(UsageError, match="--allowed-local-media-path /nowhere is no folder"):
+        start(tiny_gemma3, local_media=Path("/nowhere"))
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     with pytest.raises(UnsupportedModelError, match="'LlamaForCausalLM' is not supported"):
         start(tmp_path)
@@ -183,8 +186,25 @@ def test_lmdeploys_options_arrive_as_lmdeploys_own_command_reads_them(
     got = vars(start(tiny_gemma3, *shlex.split(line), engines=tiny_gemma3_bundle.path).options)
     adapter.server_parser()
     expected = vars(CLI.parser.parse_args(["serve", "api_server", str(tiny_gemma3), *shlex.split(line)]))
+    expected["allowed_media_domains"] = expected["allowed_media_domains"] or []
     expected |= {"backend": "pytorch", "model_name": expected["model_name"] or str(tiny_gemma3)}
     assert got == {name: value for name, value in expected.items() if name != "command"}
+
+
+@pytest.mark.parametrize("compiled_vision", [True, False])
+def test_requests_may_name_the_files_of_one_folder_or_none(
+    compiled_vision: bool, tiny_gemma3: Path, tiny_gemma3_bundle: Bundle, tmp_path: Path, start: Start
+) -> None:
+    from lmdeploy.serve.processors import multimodal
+
+    for folder in (None, tmp_path):
+        started = start(
+            tiny_gemma3, engines=tiny_gemma3_bundle.path, compiled_vision=compiled_vision, local_media=folder
+        )
+        assert started.options.allowed_media_domains.folder == folder
+    media_adapter.patch_url_loading()  # as install() does, which these tests leave out
+    with pytest.raises(InputError, match="names no file in the folder"):
+        multimodal.load_from_url("/etc/passwd", None, allowed_media_domains=started.options.allowed_media_domains)
 
 
 def test_a_bundle_is_taken_by_its_folder_or_found_among_others(
