@@ -14,6 +14,7 @@ from turbovit.engines.commands import build_command
 from turbovit.engines.errors import InputError, NoEngineError, RuntimeUnavailableError, TurbovitError
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.images import ImageLike
+from turbovit.engines.options import ENCODE, check_options
 from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor, Video, concatenated_outputs, joined
 from turbovit.engines.runner import Runner
 
@@ -60,8 +61,9 @@ class Encoder:
                 of a conversation that has more than two.
 
         Raises:
-            InputError: one cannot be used; says which and why.
+            InputError: one cannot be used; says which and why. Or the family has no such option.
         """
+        check_options({ENCODE: options}, self.preprocessor.options)
         pixels = []
         for number, item in enumerate(items, 1):
             kind, prepare = "image", self.preprocessor.pixels_from_image
