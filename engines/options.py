@@ -77,7 +77,7 @@ def check_options(given: Mapping[str, Any], options: Sequence[Option]) -> None:
     """Refuse options that the family does not have, and values that they do not take.
 
     Args:
-        given: by level, as they were sent; None is nothing.
+        given: by level, as they were sent; None and an empty dict ask for nothing.
         options: the family's table.
 
     Raises:
@@ -120,8 +120,9 @@ def _check(path: tuple[str, ...], value: Any, options: Sequence[Option]) -> None
     if not isinstance(value, Mapping):
         known = ", ".join(_below(path, options)) or "nothing"
         raise InputError(f"{_place(path)} is {_shown(value)}, expected a dict of {known}")
-    refuse_others([name for name, inner in value.items() if inner is not None], path, options, _place(path))
-    for name, inner in value.items():
+    asked = {name: inner for name, inner in value.items() if inner is not None and inner != {}}
+    refuse_others(asked, path, options, _place(path))
+    for name, inner in asked.items():
         _check((*path, name), inner, options)
 
 

@@ -56,9 +56,7 @@ def rendered(conversation: Conversation, tools: Sequence[Any] | None, write: Wri
     witness = write(messages_from_turns(marked, form, as_data), marked_tools)
     for place, mark in marks.places.items():
         if mark not in witness:
-            raise InputError(
-                f"{place} is nowhere in what this model's chat template writes: leave it out of the request"
-            )
+            raise InputError(f"{place} is nowhere in what the chat template writes: leave it out of the request")
     spans = _media_spans(conversation, tools, write, form, as_data, prompt)
     for begin, end, word in _occurrences(form.reserved, prompt):
         if not any(first <= begin and end <= last for first, last in spans):
