@@ -63,6 +63,7 @@ class Encoder:
         Raises:
             InputError: one cannot be used; says which and why. Or the family has no such option.
         """
+        options = {name: value for name, value in options.items() if value is not None}
         check_options({ENCODE: options}, self.preprocessor.options)
         pixels = []
         for number, item in enumerate(items, 1):

@@ -99,7 +99,7 @@ def refuse_others(names: Collection[Any], path: tuple[str, ...], options: Sequen
     known = _below(path, options)
     for name in names:
         if name not in known:
-            raise InputError(f"{where} has {_shown(name)}, {_remedy(name, options)}")
+            raise InputError(f"{where} has {_shown(name)}, {_remedy(name, path, options)}")
 
 
 def value_at(given: Any, *names: str) -> Any:
@@ -131,14 +131,16 @@ def _below(path: tuple[str, ...], options: Sequence[Option]) -> list[str]:
     return list(dict.fromkeys(one.path[depth] for one in options if one.path[:depth] == path and len(one.path) > depth))
 
 
-def _remedy(name: Any, options: Sequence[Option]) -> str:
+def _remedy(name: Any, path: tuple[str, ...], options: Sequence[Option]) -> str:
     """What to write instead: the option of that name where it works, else all that there are."""
     with_effect = [option for option in options if option.effect]
-    meant = [option.form for option in with_effect if option.path[-1] == name]
+    in_python = path[0] == ENCODE
+    near = [option for option in with_effect if (option.path[0] == ENCODE) == in_python] or with_effect
+    meant = [option.form for option in near if option.path[-1] == name]
     if meant:
         return f"which does nothing there: use {' or '.join(meant)}"
-    if with_effect:
-        return f"which this model does not have; it has {'; '.join(option.form for option in with_effect)}"
+    if near:
+        return f"which this model does not have; it has {'; '.join(option.form for option in near)}"
     return "which this model does not have; it has no options"
 
 

@@ -479,10 +479,8 @@ def _raw_template_class() -> type:
 def _with_alpha(media_io_kwargs: dict[str, Any], alpha: str) -> dict[str, Any]:
     options = dict(media_io_kwargs)
     for kind in MEDIA:
-        given = options.get(kind, {})
-        if not isinstance(given, dict):
-            raise InputError(f"media_io_kwargs has {type(given).__name__} for {kind!r}, expected a dict")
-        options[kind] = {**given, _ALPHA: alpha}
+        asked = {name: value for name, value in (options.get(kind) or {}).items() if value is not None}
+        options[kind] = {**asked, _ALPHA: alpha}
     return options
 
 
