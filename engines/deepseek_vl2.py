@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from turbovit.engines.images import ImageLike, rgb_from_image
+from turbovit.engines.options import ENCODE, LABELS, SWITCH, Option
 from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor
 
 PROCESSOR_FILE = "processor_config.json"
@@ -34,6 +35,8 @@ class DeepseekVL2Preprocessor(Preprocessor):
     """
 
     alpha = "drop"
+    # In requests the number of a conversation's images decides.
+    options: ClassVar[tuple[Option, ...]] = (*LABELS, Option((ENCODE, "cropping"), False, SWITCH))
 
     def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):
         config = json.loads((processor_folder / PROCESSOR_FILE).read_text(encoding="utf-8"))
@@ -42,7 +45,9 @@ class DeepseekVL2Preprocessor(Preprocessor):
         self._tile, self._side = int(facts["tile"]), int(facts["tokens_per_side"])
         self._global_first = facts["global_view_pos"] == "head"
 
-    def pixels_from_image(self, image: ImageLike, *, cropping: bool = True, **options: Any) -> Pixels:
+    def pixels_from_image(  # type: ignore[override]  # options are each family's own
+        self, image: ImageLike, *, cropping: bool = True
+    ) -> Pixels:
         """The views of one image.
 
         Args:

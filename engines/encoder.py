@@ -15,6 +15,7 @@ from turbovit.engines.errors import InputError, NoEngineError, RuntimeUnavailabl
 from turbovit.engines.families import family_from_name, load
 from turbovit.engines.images import ImageLike, checked_size
 from turbovit.engines.limits import RequestPixels, check_frames
+from turbovit.engines.options import ENCODE, check_options
 from turbovit.engines.preprocessor import (
     Encoded,
     Pixels,
@@ -70,8 +71,11 @@ class Encoder:
                 of a conversation that has more than two.
 
         Raises:
-            InputError: one cannot be used, or all together have too many pixels; says which and why.
+            InputError: one cannot be used, or all together have too many pixels; says which and why. Or the family has
+                no such option.
         """
+        options = {name: value for name, value in options.items() if value is not None}
+        check_options({ENCODE: options}, self.preprocessor.options)
         request = RequestPixels()
 
         def prepared(item: ImageLike | Video) -> Pixels:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from turbovit.engines.errors import InputError
 from turbovit.engines.images import ImageLike, readable_rgb
+from turbovit.engines.options import ENCODE, LABELS, SWITCH, Option
 from turbovit.engines.preprocessor import Encoded, Pixels, Preprocessor
 from turbovit.engines.resizing import pixels_from_rgb, resized
 
@@ -37,8 +38,14 @@ class Gemma3Preprocessor(Preprocessor):
     """One row a crop: the whole image first, then the pan-and-scan crops where that is on.
 
     Pan and scan is off, as in `Gemma3Processor`, whose defaults win over what the processor files say;
-    ``TURBOVIT_PAN_AND_SCAN=1`` turns it on.
+    ``TURBOVIT_PAN_AND_SCAN=1`` turns it on, and a request's own option wins over both.
     """
+
+    options: ClassVar[tuple[Option, ...]] = (
+        *LABELS,
+        Option(("mm_processor_kwargs", "do_pan_and_scan"), True, SWITCH),
+        Option((ENCODE, "do_pan_and_scan"), True, SWITCH),
+    )
 
     def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):
         from transformers import Gemma3ImageProcessor
@@ -56,9 +63,17 @@ class Gemma3Preprocessor(Preprocessor):
             raise InputError(f"{PAN_AND_SCAN_VARIABLE}={configured!r}, expected one of {', '.join(_SWITCH)}")
         return _SWITCH[configured.lower()]
 
-    def pixels_from_image(self, image: ImageLike) -> Pixels:  # type: ignore[override]  # it has no options
+    def pixels_from_image(  # type: ignore[override]  # options are each family's own
+        self, image: ImageLike, do_pan_and_scan: bool | None = None
+    ) -> Pixels:
+        """One image, whole and in crops.
+
+        Args:
+            do_pan_and_scan: None is what `pan_and_scan` says.
+        """
         whole = pixels_from_rgb(readable_rgb(image, self.alpha))
-        crops = self._processor.pan_and_scan_batched(whole, **_PAN_AND_SCAN) if self.pan_and_scan else []
+        cuts = self.pan_and_scan if do_pan_and_scan is None else do_pan_and_scan
+        crops = self._processor.pan_and_scan_batched(whole, **_PAN_AND_SCAN) if cuts else []
         size = {side: self._processor.size[side] for side in ("height", "width")}
         rows = np.empty((1 + len(crops), 3, size["height"], size["width"]), dtype=np.uint8)  # the whole image first
         for row, crop in zip(rows, (whole, *crops), strict=True):

@@ -36,7 +36,7 @@ class Llama4Preprocessor(Preprocessor):
         # The functions with which the processor's class plans its tiles; each version keeps them beside the class.
         self._planning = import_module(type(self._processor).__module__)
 
-    def pixels_from_image(self, image: ImageLike, **options: Any) -> Pixels:
+    def pixels_from_image(self, image: ImageLike) -> Pixels:  # type: ignore[override]  # it has no options
         whole = pixels_from_rgb(readable_rgb(image, self.alpha))
         side = self._side
         canvas, (height, width) = self._fit((whole.shape[2], whole.shape[3]))

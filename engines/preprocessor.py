@@ -15,6 +15,7 @@ import torch
 
 from turbovit.engines.errors import InputError
 from turbovit.engines.images import Alpha, ImageLike
+from turbovit.engines.options import LABELS, Option
 
 Grid = tuple[int, int, int]  # temporal steps, rows and columns of patches
 
@@ -103,12 +104,14 @@ class Preprocessor(ABC):
 
     Attributes:
         alpha: what happens to transparent pixels.
+        options: the family's table of options: all that requests and `Encoder.encode` can ask for, at every level.
         facts: of the bundle's manifest, which prompts are made with.
         limits: of one engine run, by symbol; the bundle's.
         tensors: that the family puts between the engine's features; the bundle's.
     """
 
     alpha: ClassVar[Alpha] = "white"
+    options: ClassVar[tuple[Option, ...]] = LABELS
     facts: Mapping[str, Any] = MappingProxyType({})
     limits: Mapping[str, int] = MappingProxyType({})
     tensors: Mapping[str, torch.Tensor] = MappingProxyType({})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from turbovit.engines.byte_cache import ByteCache
 from turbovit.engines.errors import InputError
 from turbovit.engines.images import ImageLike, readable_rgb
+from turbovit.engines.options import COUNT, ENCODE, LABELS, PIXELS, RATE, Option
 from turbovit.engines.preprocessor import Encoded, Grid, Pixels, Preprocessor, Video, check_video
 from turbovit.engines.resizing import pixels_from_rgb, resized
 
@@ -34,6 +35,17 @@ _CPU = torch.device("cpu")
 
 class Qwen3VLPreprocessor(Preprocessor):
     """One row an image, one a temporal step of a video (two frames); rows of equal grids share engine runs."""
+
+    options: ClassVar[tuple[Option, ...]] = (
+        *LABELS,
+        Option(("mm_processor_kwargs", "image", "min_pixels"), 65536, PIXELS),
+        Option(("mm_processor_kwargs", "image", "max_pixels"), 1048576, PIXELS),
+        Option(("mm_processor_kwargs", "video", "min_pixels"), 4096, PIXELS),
+        Option(("mm_processor_kwargs", "video", "max_pixels"), 25165824, PIXELS),
+        Option(("media_io_kwargs", "video", "fps"), 2, RATE),
+        Option(("media_io_kwargs", "video", "num_frames"), 32, COUNT),
+        Option((ENCODE, "size"), {"shortest_edge": 65536, "longest_edge": 1048576}),
+    )
 
     def __init__(self, processor_folder: Path, facts: Mapping[str, Any]):
         from transformers import Qwen2VLImageProcessor, Qwen3VLVideoProcessor

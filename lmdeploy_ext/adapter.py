@@ -6,6 +6,7 @@ are used here, and a test runs it against the installed LMDeploy.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from turbovit.engines.errors import UnsupportedBackendError
+from turbovit.engines.errors import CheckpointError, UnsupportedBackendError
 from turbovit.engines.families import FAMILIES, FamilyRow, architecture_from_config, load
 from turbovit.lmdeploy_ext import media_adapter
 
@@ -35,10 +36,16 @@ PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
     "lmdeploy.serve.processors.multimodal:MultimodalProcessor._get_multimodal_prompt_input": (
         "messages",
         "do_preprocess",
+        "tools",
+        "chat_template_kwargs",
         "media_io_kwargs",
+        "mm_processor_kwargs",
     ),
     "lmdeploy.serve.processors.multimodal:BaseChatTemplate.messages2prompt": ("messages",),
     "lmdeploy.vl.engine:_raise_exception_on_finish": ("task",),
+    "lmdeploy.vl.engine:ImageEncoder.preprocess": ("messages", "input_prompt", "mm_processor_kwargs"),
+    "lmdeploy.vl.engine:ImageEncoder._is_new_preprocess_api": ("model",),
+    "lmdeploy.serve.core.async_engine:get_chat_template": ("model_path", "config"),
     "lmdeploy.archs:autoget_backend": ("model_path", "trust_remote_code"),
     "lmdeploy.archs:get_model_arch": ("model_path", "trust_remote_code"),
     "lmdeploy.model:HFChatTemplate.messages2prompt": ("messages",),
@@ -138,13 +145,62 @@ def patch_prompt_inputs(compiled_model: Callable[[Any], Any]) -> None:
     ) -> dict:
         model = compiled_model(self.vl_encoder)
         if model is not None:
-            model.check_messages(messages, _template(self, do_preprocess))
+            given = {"mm_processor_kwargs": kwargs.get("mm_processor_kwargs"), "media_io_kwargs": media_io_kwargs}
+            template = _template(self, do_preprocess)
+            tools, template_options = kwargs.get("tools"), kwargs.get("chat_template_kwargs")
+            model.check_messages(messages, template, tools, template_options, given)
             media_io_kwargs = media_adapter.for_one_request(media_io_kwargs or {})
         return await multimodal_input(self, messages, do_preprocess, *args, media_io_kwargs=media_io_kwargs, **kwargs)
 
     multimodal.BaseChatTemplate = _raw_template_class()  # it makes one for ``do_preprocess=False`` alone
     MultimodalProcessor._get_text_prompt_input = text_input_of_model
     MultimodalProcessor._get_multimodal_prompt_input = multimodal_input_of_model
+
+
+def patch_encoder_options(compiled_model: Callable[[Any], Any]) -> None:
+    """Let ``mm_processor_kwargs`` reach the models of LMDeploy's older kind, for which `ImageEncoder` drops them."""
+    from lmdeploy.vl import engine
+
+    preprocess = engine.ImageEncoder.preprocess
+
+    @functools.wraps(preprocess)
+    async def preprocess_with_options(
+        self: Any, messages: list[dict], input_prompt: Any = None, mm_processor_kwargs: Any = None
+    ) -> Any:
+        model = compiled_model(self)
+        if model is None or self._uses_new_preprocess:
+            return await preprocess(self, messages, input_prompt, mm_processor_kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.executor, model.preprocess, messages, mm_processor_kwargs)
+
+    engine.ImageEncoder.preprocess = preprocess_with_options
+
+
+def patch_chat_template(refusal: Callable[[str], str | None]) -> None:
+    """Refuse a checkpoint without a chat template where an engine is about to start and none is given.
+
+    Args:
+        refusal: gives the message for a model folder that LMDeploy has no template for, else None.
+    """
+    engine: Any = import_module("lmdeploy.serve.core.async_engine")
+    find = engine.get_chat_template
+
+    @functools.wraps(find)
+    def find_or_refuse(model_path: str, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        template = find(model_path, config, *args, **kwargs)
+        message = refusal(model_path) if config is None and is_raw(template) else None
+        if message:
+            raise CheckpointError(message)
+        return template
+
+    engine.get_chat_template = find_or_refuse
+
+
+def has_chat_template(model_path: str) -> bool:
+    """Whether LMDeploy finds a chat template for a model folder."""
+    from lmdeploy.model import get_chat_template
+
+    return not is_raw(get_chat_template(model_path))
 
 
 def quiet_refusals() -> None:

@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 from turbovit.engines.bundle import open_bundle
 from turbovit.engines.encoder import Encoder, open_encoder, preprocessor_of
 from turbovit.engines.errors import InputError
+from turbovit.engines.options import check_options
 from turbovit.engines.preprocessor import Item, Pixels, Preprocessor
 from turbovit.lmdeploy_ext import adapter, media_adapter
 from turbovit.lmdeploy_ext.bundle_choice import bundle_folder
+from turbovit.lmdeploy_ext.chat_template import NO_TEMPLATE
 from turbovit.lmdeploy_ext.conversation import (
     Conversation,
     MediaPart,
@@ -29,10 +31,10 @@ from turbovit.lmdeploy_ext.prompt import (
     pytorch_request,
     refuse_unknown_ids,
     runs_of,
-    template_messages,
     turbomind_request,
 )
 from turbovit.lmdeploy_ext.pytorch_engine.adapter import is_beside_compiled_tower
+from turbovit.lmdeploy_ext.rendering import Form, Messages, rendered
 
 
 class CompiledVisionModel:
@@ -47,6 +49,7 @@ class CompiledVisionModel:
             the family takes.
         joins_system_texts: whether the family's chat templates read only the first part of a system message, so that
             all its texts have to be one.
+        has_own_format: whether prompts are written without a chat template where the checkpoint has none.
         bundle: the bundle's folder; None looks in ``$TURBOVIT_BUNDLE``, then in the store.
         device: where the engine shall run.
         encoder: on backend turbomind.
@@ -55,6 +58,7 @@ class CompiledVisionModel:
     reserved: ClassVar[tuple[str, ...]]
     placeholders: ClassVar[Mapping[str, str]]
     joins_system_texts: ClassVar[bool] = True
+    has_own_format: ClassVar[bool] = False
 
     bundle: str | Path | None = None
     device: str = "auto"
@@ -105,17 +109,18 @@ class CompiledVisionModel:
         """Make requests from now on for a PyTorch engine that runs the compiled tower."""
         self._alone = preprocessor_of(open_bundle(bundle_folder(self.model_path, self.bundle)))
 
-    def preprocess(self, messages: list[dict]) -> list[dict]:
+    def preprocess(self, messages: list[dict], mm_processor_kwargs: Mapping[str, Any] | None = None) -> list[dict]:
         """Append ``role='preprocess'`` with one entry an image, in prompt order.
 
+        Args:
+            mm_processor_kwargs: the request's; the preprocessor's `options` say which there are.
+
         Raises:
-            InputError: a message or image cannot be used; names it.
+            InputError: a message, image or option cannot be used; names it.
         """
         if not self.compiled:
             return super().preprocess(messages)  # type: ignore[misc]
-        conversation = self._conversation(messages)
-        options = self.image_options(conversation)
-        return self._preprocessed(messages, [self._pixels(part, options) for part in conversation.media])
+        return self._preprocessed(messages, self._all_pixels(messages, mm_processor_kwargs))
 
     def forward(self, messages: list[dict], max_batch_size: int = 1) -> list[dict]:
         """Append ``role='forward'`` with one tensor [tokens, hidden] an entry of `preprocess`, in prompt order.
@@ -187,22 +192,35 @@ class CompiledVisionModel:
         conversation = self._conversation(_messages(prompt))
         return self._request(self._prompt(conversation, chat_template, tools, options), (), tokenizer)
 
-    def check_messages(self, messages: Sequence[Mapping[str, Any]], chat_template: Any) -> None:
+    def check_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template: Any,
+        tools: Sequence[Any] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Refuse what can be refused before an image is loaded.
 
+        Args:
+            options: ``mm_processor_kwargs`` and ``media_io_kwargs`` of the request.
+
         Raises:
-            InputError: a message cannot be used, or a text holds a reserved string.
+            InputError: a message or option cannot be used, or what the chat template gets holds a reserved string.
         """
         conversation = self._conversation(messages)
-        if not self.is_raw(chat_template):
-            refuse_reserved(conversation, self.reserved)
+        self._check_options(options or {})
+        if not self._takes_raw(conversation, chat_template):
+            refuse_reserved(conversation, tools, template_options or {}, self.reserved)
 
     def is_raw(self, chat_template: Any) -> bool:
         """Whether a request with this chat template is the whole prompt as it stands."""
         return adapter.is_raw(chat_template)
 
-    def image_options(self, conversation: Conversation) -> Mapping[str, Any]:
-        """The preprocessor's options for the images of a conversation."""
+    def media_options(
+        self, kind: str, conversation: Conversation, mm_processor_kwargs: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The preprocessor's options for the images, or videos, of a conversation."""
         return {}
 
     def entry_tokens(self, runs: Sequence[int]) -> list[int]:
@@ -265,18 +283,53 @@ class CompiledVisionModel:
         self, conversation: Conversation, chat_template: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> str | list[int]:
         """The prompt, with one placeholder an image or video; as it stands where it is raw."""
-        if self.is_raw(chat_template) or conversation.has_token_ids:
+        if self._takes_raw(conversation, chat_template):
             return raw_prompt(conversation)
-        refuse_reserved(conversation, self.reserved)
-        messages = self._template_messages(conversation, chat_template)
+        refuse_reserved(conversation, tools, options, self.reserved)
+
+        def write(messages: Messages, tools: Sequence[Any] | None) -> str:
+            return self._written(messages, chat_template, tools, options)
+
+        return rendered(with_markers_applied(conversation), tools, write, self._form(chat_template))
+
+    def _takes_raw(self, conversation: Conversation, chat_template: Any) -> bool:
+        if conversation.has_token_ids or adapter.sent_raw(chat_template):
+            return True
+        if self.is_raw(chat_template):
+            raise InputError(NO_TEMPLATE)
+        return False
+
+    def _written(
+        self,
+        messages: Messages,
+        chat_template: Any,
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+    ) -> str:
         try:
-            return chat_template.messages2prompt(messages, tools=tools, **options)
+            prompt = chat_template.messages2prompt(messages, tools=tools, **options)
         except Exception as error:  # templates raise TemplateError, KeyError, TypeError and more
             raise InputError(f"the chat template does not take this conversation: {error}") from error
+        if not isinstance(prompt, str):
+            raise InputError(f"the chat template gives a {type(prompt).__name__} with these options, expected a text")
+        return prompt
 
-    def _template_messages(self, conversation: Conversation, chat_template: Any) -> list[dict[str, Any]]:
-        placeholders = None if adapter.takes_parts(chat_template) else self.placeholders
-        return template_messages(with_markers_applied(conversation), placeholders, self.joins_system_texts)
+    def _form(self, chat_template: Any) -> Form:
+        takes_parts = adapter.takes_parts(chat_template)
+        return Form(self.placeholders, self.reserved, takes_parts, self.joins_system_texts)
+
+    def _all_pixels(self, messages: Sequence[Mapping[str, Any]], mm_processor_kwargs: Any) -> list[Pixels]:
+        """Of every image and video, in prompt order."""
+        conversation = self._conversation(messages)
+        self._check_options({"mm_processor_kwargs": mm_processor_kwargs})
+        options = {
+            kind: self.media_options(kind, conversation, mm_processor_kwargs or {}) for kind in self.placeholders
+        }
+        return [self._pixels(part, options[part.kind]) for part in conversation.media]
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        assert self.preprocessor is not None
+        check_options(options, self.preprocessor.options)
 
     def _preprocessed(self, messages: list[dict], pixels: Sequence[Pixels]) -> list[dict]:
         entries = []
@@ -290,15 +343,16 @@ class CompiledVisionModel:
         return messages
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
-        return conversation_from_messages(messages, tuple(self.placeholders))
+        assert self.preprocessor is not None
+        return conversation_from_messages(messages, tuple(self.placeholders), self.preprocessor.options)
 
-    def _pixels(self, part: MediaPart, options: Mapping[str, Any] | None = None) -> Pixels:
+    def _pixels(self, part: MediaPart, options: Mapping[str, Any]) -> Pixels:
         preprocessor = self.preprocessor
         assert preprocessor is not None
         try:
             if part.kind == "video":
-                return preprocessor.pixels_from_video(media_adapter.video_from_part(part), **(options or {}))
-            return preprocessor.pixels_from_image(part.data, **(options or {}))
+                return preprocessor.pixels_from_video(media_adapter.video_from_part(part), **options)
+            return preprocessor.pixels_from_image(part.data, **options)
         except InputError as error:
             raise InputError(f"{part.label}: {error}") from None
 

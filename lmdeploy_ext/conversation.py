@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from turbovit.engines.errors import InputError
+from turbovit.engines.options import PART, Option, refuse_others
 
 IMAGE_MARKER = "<IMAGE_TOKEN>"  # LMDeploy's documented way to say in a text where an image stands
 MEDIA = ("image", "video")
@@ -16,6 +18,7 @@ _MEDIA_KINDS = {
     **dict.fromkeys(("video", "video_url"), "video"),
 }
 _MEDIA_ROLES = ("user", "tool")  # LMDeploy loads the media of no other role
+_ROLES = MappingProxyType({"developer": "system"})  # OpenAI's newer name
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,13 @@ class Turn:
     """One message.
 
     Attributes:
-        plain: whether its content was a string and not a list of parts.
+        role: as chat templates know it, and `sent_role` as the client called it.
         extras: its other entries, such as tool calls.
     """
 
     role: str
+    sent_role: str
     parts: tuple[Part, ...]
-    plain: bool
     extras: Mapping[str, Any]
 
     @property
@@ -90,17 +93,18 @@ class Conversation:
 
 
 def conversation_from_messages(
-    messages: Iterable[Mapping[str, Any]], kinds: Sequence[str] = ("image",)
+    messages: Iterable[Mapping[str, Any]], kinds: Sequence[str], options: Sequence[Option]
 ) -> Conversation:
-    """Convert, and check what does not depend on the family.
+    """Convert, and check each message.
 
     Args:
         kinds: of media that the family takes: ``image``, ``video``.
+        options: the family's table.
 
     Raises:
-        InputError: a content or role that cannot be used; names the message and part.
+        InputError: a content, role or option that cannot be used; names the message and part.
     """
-    turns = tuple(_turn(index, message, kinds) for index, message in enumerate(messages))
+    turns = tuple(_turn(index, message, kinds, options) for index, message in enumerate(messages))
     if not turns:
         raise InputError("there are no messages")
     return Conversation(turns)
@@ -129,41 +133,80 @@ def with_markers_applied(conversation: Conversation) -> Conversation:
     return Conversation(tuple(_with_markers_applied(turn) for turn in conversation.turns))
 
 
-def refuse_reserved(conversation: Conversation, reserved: Sequence[str]) -> None:
-    """Refuse a text that holds a placeholder string: it would take an image's place in the prompt.
+def refuse_reserved(
+    conversation: Conversation, tools: Any, template_options: Mapping[str, Any], reserved: Sequence[str]
+) -> None:
+    """Refuse placeholder strings in all that a chat template gets: one would take an image's place in the prompt.
 
     Raises:
-        InputError: names the string and the message.
+        InputError: names the string, and the message and place.
     """
     for index, turn in enumerate(conversation.turns):
+        label = f"message {index} ({turn.sent_role}): its"
+        _refuse_reserved(turn.sent_role, f"{label} role", reserved)
         for text in (part.text for part in turn.parts if isinstance(part, Text)):
-            for word in reserved:
-                if word in text:
-                    raise InputError(
-                        f"message {index} ({turn.role}): its text holds {word!r}, which marks an image's place in "
-                        f"this model's prompts: remove it from the text"
-                    )
+            _refuse_reserved(text, f"{label} text", reserved)
+        for name, value in turn.extras.items():
+            _refuse_reserved({name: value}, f"{label} {name!r}", reserved)
+    _refuse_reserved(tools, "'tools'", reserved)
+    for name, value in template_options.items():
+        if name == "chat_template":  # it takes the model's place, and what it writes is looked at
+            continue
+        _refuse_reserved({name: value}, f"the chat template's {name!r}", reserved)
 
 
-def _turn(index: int, message: Mapping[str, Any], kinds: Sequence[str]) -> Turn:
+def _refuse_reserved(value: Any, where: str, reserved: Sequence[str]) -> None:
+    for text in _strings(value):
+        for word in reserved:
+            if word in text:
+                raise InputError(
+                    f"{where} holds {word!r}, which marks an image's place in this model's prompts: remove it from "
+                    f"the text"
+                )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in nested lists and dicts, keys included."""
+    waiting = [value]
+    while waiting:  # not by recursion: JSON can be nested deeper than Python calls
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, Sequence):
+            waiting += one
+
+
+def _turn(index: int, message: Mapping[str, Any], kinds: Sequence[str], options: Sequence[Option]) -> Turn:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise InputError(f"message {index}: its role is {role!r}, expected a name such as 'user'")
-    extras = {key: value for key, value in message.items() if key not in ("role", "content")}
+    label = f"message {index} ({role})"
     if content is None or isinstance(content, str):
-        return Turn(role, (_text(content or "", f"message {index} ({role})"),), plain=True, extras=extras)
-    if not isinstance(content, list):
-        raise InputError(
-            f"message {index} ({role}): its content is a {type(content).__name__}, expected text or a list"
-        )
-    parts: list[Part] = []
-    for part in content:
-        parts.append(_part(part, role, f"message {index} ({role})", kinds, parts))
-    return Turn(role, tuple(parts), plain=False, extras=extras)
+        parts: list[Part] = [_text(content or "", label)]
+    elif isinstance(content, list):
+        parts = []
+        for part in content:
+            parts.append(_part(part, role, label, kinds, options, parts))
+    else:
+        raise InputError(f"{label}: its content is a {type(content).__name__}, expected text or a list")
+    return Turn(_ROLES.get(role, role), role, tuple(parts), _extras(message))
 
 
-def _part(part: Any, role: str, message: str, kinds: Sequence[str], before: Sequence[Part]) -> Part:
+def _extras(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that say nothing: clients send answers back with every entry that they know, and templates take an
+    empty list of tool calls for one that is not."""
+    named = {key: value for key, value in message.items() if key not in ("role", "content")}
+    return {key: value for key, value in named.items() if value is not None and (key != "tool_calls" or value)}
+
+
+def _part(
+    part: Any, role: str, message: str, kinds: Sequence[str], options: Sequence[Option], before: Sequence[Part]
+) -> Part:
     given = part.get("type") if isinstance(part, Mapping) else None
+    if given == "text":
+        _refuse_options(part, ("type", "text"), f"{message}: a text part", options)
     if given == "text" and isinstance(part.get("text"), str):
         return _text(part["text"], message)
     if given == "text" and _are_ids(part.get("text")):
@@ -179,6 +222,12 @@ def _part(part: Any, role: str, message: str, kinds: Sequence[str], before: Sequ
         raise InputError(f"{label}: only messages of the roles {', '.join(_MEDIA_ROLES)} can hold {kind}s")
     if _is_overwritten(part):
         raise InputError(f"{label}: a second 'type' or 'data' stands beside its source")
+    source = part.get(part["type"])
+    # Once LMDeploy has loaded it, its data stand beside the type.
+    known = ("type", "data", "video_metadata") if source is None else ("type", part["type"])
+    _refuse_options(part, known, label, options)
+    if isinstance(source, Mapping):
+        _refuse_options(source, ("url", "data"), label, options)
     return MediaPart(kind, part.get("data"), label, {k: v for k, v in part.items() if k not in ("type", "data")})
 
 
@@ -188,6 +237,11 @@ def _is_overwritten(part: Mapping[str, Any]) -> bool:
     if isinstance(source, Mapping):
         return "type" in source or ("data" in source and bool(source.get("url")))
     return source is not None and "data" in part
+
+
+def _refuse_options(given: Mapping[str, Any], known: Collection[str], label: str, options: Sequence[Option]) -> None:
+    others = [name for name, value in given.items() if name not in known and value is not None]
+    refuse_others(others, (PART,), options, label)
 
 
 def _text(text: str, message: str) -> Text:

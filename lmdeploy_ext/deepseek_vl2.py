@@ -8,7 +8,7 @@ that LMDeploy has for them, where their folder is called so, loses BOS and write
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -17,14 +17,10 @@ from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Item, Pixels
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
-from turbovit.lmdeploy_ext.conversation import Conversation, refuse_reserved, with_markers_applied
-from turbovit.lmdeploy_ext.prompt import (
-    expanded_ids,
-    ids_from_text,
-    runs_of,
-    template_messages,
-)
+from turbovit.lmdeploy_ext.conversation import Conversation, with_markers_applied
+from turbovit.lmdeploy_ext.prompt import expanded_ids, ids_from_text, runs_of
 from turbovit.lmdeploy_ext.pytorch_engine.adapter import is_beside_compiled_tower
+from turbovit.lmdeploy_ext.rendering import Form, Messages, messages_from_turns
 
 _IMAGE, _USER, _ASSISTANT = "<image>", "<|User|>", "<|Assistant|>"
 _LMDEPLOYS_TEMPLATES = ("base", "deepseek-vl2")  # the first where the folder is not called deepseek-vl2
@@ -54,6 +50,7 @@ class CompiledDeepseekVL2(CompiledVisionModel):
 
     reserved: ClassVar[tuple[str, ...]] = (_IMAGE,)
     placeholders: ClassVar[Mapping[str, str]] = {"image": _IMAGE}
+    has_own_format: ClassVar[bool] = True
 
     def build_own_preprocessor(self, trust_remote_code: bool) -> None:
         """Nothing with an engine: the bundle has all of it, and LMDeploy's own needs packages that cannot be there."""
@@ -68,16 +65,25 @@ class CompiledDeepseekVL2(CompiledVisionModel):
             entry["images_spatial_crop"] = (one.grid[2], one.grid[1])
         return entries
 
-    def check_messages(self, messages: Sequence[Mapping[str, Any]], chat_template: Any) -> None:
-        super().check_messages(messages, chat_template)
+    def check_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template: Any,
+        tools: Sequence[Any] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().check_messages(messages, chat_template, tools, template_options, options)
         conversation = self._conversation(messages)
         if self._writes_prompt(chat_template) and not conversation.has_token_ids:
-            self._dialogue(conversation, None)
+            self._dialogue(messages_from_turns(with_markers_applied(conversation), self._form(chat_template)), tools)
 
     def is_raw(self, chat_template: Any) -> bool:
         return adapter.is_raw(chat_template) and not self._writes_prompt(chat_template)
 
-    def image_options(self, conversation: Conversation) -> Mapping[str, Any]:
+    def media_options(
+        self, kind: str, conversation: Conversation, mm_processor_kwargs: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         return {"cropping": len(conversation.media) <= MOST_CROPPED}
 
     def request_from_text(self, prompt: str, items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
@@ -96,19 +102,25 @@ class CompiledDeepseekVL2(CompiledVisionModel):
     def _prompt(
         self, conversation: Conversation, chat_template: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> Any:
+        prompt = super()._prompt(conversation, chat_template, tools, options)
         if not self._writes_prompt(chat_template) or conversation.has_token_ids:
-            return super()._prompt(conversation, chat_template, tools, options)
-        refuse_reserved(conversation, self.reserved)
-        return self._dialogue(conversation, tools)
+            return prompt
+        return self._dialogue(messages_from_turns(with_markers_applied(conversation), self._form(chat_template)), tools)
 
-    def _template_messages(self, conversation: Conversation, chat_template: Any) -> list[dict[str, Any]]:
+    def _written(
+        self, messages: Messages, chat_template: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]
+    ) -> str:
+        if not self._writes_prompt(chat_template):
+            return super()._written(messages, chat_template, tools, options)
+        return "".join(segment.text for segment in self._dialogue(messages, tools).segments)
+
+    def _form(self, chat_template: Any) -> Form:
         """Contents are strings for every template: those written for this model join them with others."""
-        return template_messages(with_markers_applied(conversation), self.placeholders, self.joins_system_texts)
+        return replace(super()._form(chat_template), takes_parts=False)
 
-    def _dialogue(self, conversation: Conversation, tools: Sequence[Any] | None) -> Dialogue:
+    def _dialogue(self, messages: Messages, tools: Sequence[Any] | None) -> Dialogue:
         if tools:
             raise InputError("this model's conversation format has no tools: leave 'tools' out")
-        messages = self._template_messages(conversation, None)
         dialogue = Dialogue(tuple(chain(*(_segments(index, message) for index, message in enumerate(messages)))))
         if messages[-1]["role"] == "system":
             raise InputError("the conversation is a system message alone: a user message must follow it")

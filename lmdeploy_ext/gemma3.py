@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from turbovit.engines.options import value_at
 from turbovit.engines.preprocessor import Item
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
+from turbovit.lmdeploy_ext.conversation import Conversation
 from turbovit.lmdeploy_ext.prompt import (
     expanded,
     expanded_ids,
@@ -26,6 +28,11 @@ class CompiledGemma3(CompiledVisionModel):
 
     reserved: ClassVar[tuple[str, ...]] = (_BOI, _EOI, _SOFT)
     placeholders: ClassVar[Mapping[str, str]] = {"image": _BOI}
+
+    def media_options(
+        self, kind: str, conversation: Conversation, mm_processor_kwargs: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        return {"do_pan_and_scan": value_at(mm_processor_kwargs, "do_pan_and_scan")}
 
     def request_from_text(self, prompt: str, items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         text = self._expanded(prompt, items)

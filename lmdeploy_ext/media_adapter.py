@@ -72,18 +72,16 @@ class WaitingVideo:
 
 
 def for_one_request(media_io_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """LMDeploy's options for the loaders, for one request to a compiled model.
+    """LMDeploy's options for the loaders, for one request to a compiled model; they were checked.
 
-    Raises:
-        InputError: they are no dicts.
+    Args:
+        media_io_kwargs: by kind; None asks for nothing.
     """
     request = RequestPixels()
     options = dict(media_io_kwargs)
     for kind in MEDIA:
-        given = options.get(kind, {})
-        if not isinstance(given, dict):
-            raise InputError(f"media_io_kwargs has {type(given).__name__} for {kind!r}, expected a dict")
-        options[kind] = {**given, _REQUEST: request}
+        asked = {name: value for name, value in (options.get(kind) or {}).items() if value is not None}
+        options[kind] = {**asked, _REQUEST: request}
     return options
 
 

@@ -10,13 +10,15 @@ from pathlib import Path
 from turbovit.engines.bundle import Bundle, Engine, open_bundle
 from turbovit.engines.commands import build_command, serve_command
 from turbovit.engines.errors import TurbovitError
-from turbovit.engines.families import family_from_architecture, load
+from turbovit.engines.families import FamilyRow, family_from_architecture, load
 from turbovit.lmdeploy_ext.bundle_choice import BUNDLE_VARIABLE
 from turbovit.lmdeploy_ext.capability import State, language_findings, turbomind_lacks
+from turbovit.lmdeploy_ext.chat_template import NO_TEMPLATE
 from turbovit.lmdeploy_ext.diagnosis import Diagnosis
 from turbovit.lmdeploy_ext.memory import WeightBytes, engine_bytes, gpus, host_memory, text_from_bytes, weight_bytes
 from turbovit.lmdeploy_ext.pytorch_capability import pytorch_findings, pytorch_refusal
 
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 _KV_CACHE_ROOM = 0.9  # of the free memory; what LMDeploy leaves of it becomes KV cache
 
 
@@ -33,11 +35,27 @@ def diagnose_model(model: str) -> Iterator[Diagnosis]:
     architecture = str(checkpoint.architecture)
     family = family_from_architecture(architecture)
     yield Diagnosis("model", architecture, "have", f"family {family.name}")
+    yield from _chat_template(family, checkpoint.folder)
     bundles: list[Bundle] = []
     yield from _vision_half(model, bundles)
     yield from _turbomind(architecture)
     yield from _pytorch(model, architecture, bool(bundles))
     yield from _memory(model, weight_bytes(checkpoint.folder, load(family.tower).is_checkpoint_vision), bundles)
+
+
+def _chat_template(family: FamilyRow, folder: Path) -> Iterator[Diagnosis]:
+    what = "chat template"
+    if load(family.vision_model).has_own_format:
+        yield Diagnosis("model", what, "have", "the conversation format of its original code, where it has no other")
+    elif not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield Diagnosis("model", what, "unknown", "the files of its tokenizer are not here")
+    elif _has_lmdeploy():
+        from turbovit.lmdeploy_ext import adapter
+
+        if adapter.has_chat_template(str(folder)):
+            yield Diagnosis("model", what, "have")
+        else:
+            yield Diagnosis("model", what, "missing", NO_TEMPLATE)
 
 
 def _vision_half(model: str, bundles: list[Bundle]) -> Iterator[Diagnosis]:

@@ -26,6 +26,7 @@ def install() -> None:
         return
     from turbovit.lmdeploy_ext import adapter, deepseek_vl2_config, media_adapter
     from turbovit.lmdeploy_ext.capability import turbomind_refusal
+    from turbovit.lmdeploy_ext.chat_template import template_refusal
     from turbovit.lmdeploy_ext.engine_config import prepared_engine_config
     from turbovit.lmdeploy_ext.pytorch_engine import adapter as engine_adapter
 
@@ -38,6 +39,8 @@ def install() -> None:
     adapter.register_vision_models()
     media_adapter.patch_media_loading()
     adapter.patch_prompt_inputs(compiled_model)
+    adapter.patch_encoder_options(compiled_model)
+    adapter.patch_chat_template(template_refusal)
     adapter.quiet_refusals()
     adapter.patch_bare_ids(compiled_model)
     adapter.patch_backend_choice(turbomind_refusal)

@@ -8,44 +8,6 @@ from typing import Any
 
 from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Encoded, Item
-from turbovit.lmdeploy_ext.conversation import Conversation, MediaPart, Part, Text, Turn
-
-
-def template_messages(
-    conversation: Conversation, placeholders: Mapping[str, str] | None, joins_system_texts: bool
-) -> list[dict[str, Any]]:
-    """The conversation as a chat template takes it.
-
-    Args:
-        placeholders: None for a Hugging Face template, which gets lists of parts; else what stands for an ``image``
-            and a ``video`` in the strings that LMDeploy's own templates get.
-        joins_system_texts: whether the texts of a system message go in as one string.
-    """
-    return [
-        {
-            **turn.extras,
-            "role": turn.role,
-            "content": turn.text
-            if turn.plain or (joins_system_texts and turn.role == "system")
-            else _content(turn, placeholders),
-        }
-        for turn in conversation.turns
-    ]
-
-
-def _content(turn: Turn, placeholders: Mapping[str, str] | None) -> str | list[dict[str, str]]:
-    if placeholders is not None:
-        return "".join(placeholders[part.kind] if isinstance(part, MediaPart) else _text(part) for part in turn.parts)
-    return [
-        {"type": part.kind} if isinstance(part, MediaPart) else {"type": "text", "text": _text(part)}
-        for part in turn.parts
-    ]
-
-
-def _text(part: Part) -> str:
-    if not isinstance(part, Text):  # a conversation with token ids is a raw prompt, and sees no template
-        raise InputError(f"a chat template takes text, got {type(part).__name__}")
-    return part.text
 
 
 def expanded(prompt: str, placeholder: str, replacements: Sequence[str], inner: Sequence[str]) -> str:

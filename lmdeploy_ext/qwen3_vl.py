@@ -15,8 +15,9 @@ from turbovit.engines.errors import InputError
 from turbovit.engines.preprocessor import Item, Pixels, joined_levels
 from turbovit.lmdeploy_ext import adapter
 from turbovit.lmdeploy_ext.base import CompiledVisionModel
+from turbovit.lmdeploy_ext.conversation import Conversation
 from turbovit.lmdeploy_ext.mrope import VisionSpan, mrope_positions
-from turbovit.lmdeploy_ext.prompt import expanded_ids, ids_from_prompt, ids_from_text, runs_of
+from turbovit.lmdeploy_ext.prompt import expanded_ids, ids_from_prompt, ids_from_text, runs_of, text_from_ids
 
 _START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 _PADS = {_IMAGE: "image", _VIDEO: "video"}
@@ -58,7 +59,7 @@ class CompiledQwen3VL(CompiledVisionModel):
             return super().get_input_prompt(messages, chat_template, tools, chat_template_kwargs)  # type: ignore[misc]
         return self._prompt(self._conversation(messages), chat_template, tools, chat_template_kwargs or {})
 
-    def preprocess(  # LMDeploy recognises new-style models by these parameters
+    def preprocess(  # type: ignore[override]  # LMDeploy recognises new-style models by these parameters
         self,
         messages: list[dict],
         input_prompt: str | list[int] | None = None,
@@ -76,8 +77,7 @@ class CompiledQwen3VL(CompiledVisionModel):
         """
         if not self.compiled:
             return super(CompiledVisionModel, self).preprocess(messages, input_prompt, mm_processor_kwargs)  # type: ignore[misc]
-        options = {kind: self._size_option(kind, mm_processor_kwargs or {}) for kind in self.placeholders}
-        pixels = [self._pixels(part, options[part.kind]) for part in self._conversation(messages).media]
+        pixels = self._all_pixels(messages, mm_processor_kwargs)
         if input_prompt is None:
             return self._preprocessed(messages, pixels)
         items = self.encoder.encode_pixels(pixels) if self.encoder else pixels
@@ -95,10 +95,17 @@ class CompiledQwen3VL(CompiledVisionModel):
 
     def request_from_ids(self, ids: list[int], items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
         """From ids with one placeholder an image or video, or with all of them expanded (as the reference's processor
-        does). A placeholder is a token of its own, so that what replaces it merges with nothing beside it."""
+        does).
+
+        A video's time merges with what stands before it where no vision start is between, so unexpanded ids go
+        through their text. Ids that no text gives back are expanded where they stand.
+        """
         kinds = self._kinds
         pads = [kinds[token] for token in ids if token in kinds]
         if len(pads) == len(items):
+            text = text_from_ids(ids, tokenizer)
+            if text is not None:
+                return {**self.request_from_text(text, items, tokenizer), "prompt": None}
             ordered = _in_prompt_order(pads, items)
             ids = expanded_ids(ids, kinds, [ids_from_text(_text(one), tokenizer) for one in ordered])
         else:
@@ -148,15 +155,11 @@ class CompiledQwen3VL(CompiledVisionModel):
     def _open_tokenizer(self) -> None:
         self.tokenizer = adapter.tokenizer(self.model_path)  # LMDeploy gives new-style models none
 
-    def _size_option(self, kind: str, mm_processor_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(mm_processor_kwargs, Mapping):
-            raise InputError(f"mm_processor_kwargs is {mm_processor_kwargs!r}, expected a dict")
+    def media_options(
+        self, kind: str, conversation: Conversation, mm_processor_kwargs: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         given = mm_processor_kwargs.get(kind) or {}
-        if not isinstance(given, Mapping) or not given.keys() <= _SIZES.keys():
-            raise InputError(f"mm_processor_kwargs has {given!r} for {kind!r}, expected a dict of {', '.join(_SIZES)}")
         size = {_SIZES[name]: value for name, value in given.items() if value is not None}
-        if not all(type(value) is int and value > 0 for value in size.values()):
-            raise InputError(f"mm_processor_kwargs has {given!r} for {kind!r}, expected positive numbers of pixels")
         largest = getattr(self.processor, f"{kind}_processor").size["longest_edge"]
         if size.get("shortest_edge", 0) > largest:  # so that a small picture is not blown up beyond all memory
             raise InputError(f"mm_processor_kwargs has {given!r} for {kind!r}, min_pixels can be at most {largest}")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from turbovit.engines.bundle import MANIFEST, open_bundle
-from turbovit.engines.errors import RuntimeUnavailableError, UnsupportedBackendError, UsageError
+from turbovit.engines.errors import CheckpointError, RuntimeUnavailableError, UnsupportedBackendError, UsageError
 from turbovit.engines.families import family_from_architecture
 from turbovit.lmdeploy_ext import adapter, media_adapter
 from turbovit.lmdeploy_ext.bundle_choice import BUNDLE_VARIABLE, COMPILED_VISION_VARIABLE
 from turbovit.lmdeploy_ext.capability import turbomind_lacks, turbomind_refusal
+from turbovit.lmdeploy_ext.chat_template import template_refusal
 from turbovit.lmdeploy_ext.engine_config import prepared_engine_config
 from turbovit.lmdeploy_ext.local_media import OPTION, AllowedMedia
 from turbovit.lmdeploy_ext.memory import gpus
@@ -65,6 +66,8 @@ def serve(
     _require_device(options)
     options.model_name = options.model_name or model  # as LMDeploy's own command does
     options.model_path = adapter.model_folder(options)
+    if compiled_vision:
+        _require_chat_template(options)
     if compiled_vision and not options.language_model_only:
         bundle = open_bundle(_bundle(options, engines, auto_build, report))
         have = ", ".join(f"{engine.runtime} {engine.precision}" for engine in bundle.manifest.engines)
@@ -134,6 +137,13 @@ def _require_device(options: Any) -> None:
             "LMDeploy's PyTorch engine runs language models on a GPU, and torch sees no CUDA device here. Without "
             "one, `turbovit encode` runs the vision half, and load_vision_model() makes its requests"
         )
+
+
+def _require_chat_template(options: Any) -> None:
+    if options.chat_template is None:
+        refusal = template_refusal(options.model_path)
+        if refusal and not adapter.has_chat_template(options.model_path):
+            raise CheckpointError(refusal)
 
 
 def _bundle(options: Any, engines: Path | None, auto_build: bool, report: Report) -> Path:

@@ -193,6 +193,25 @@ def released_llama4(data: Path, tiny_llama4_bundle: Bundle) -> Llama4Pair:
     return Llama4Pair(side, reference)
 
 
+_SIDES = {
+    "gemma3": "quick_side",
+    "llama4": "llama4",
+    "qwen3_vl": "qwen3_vl",
+    "deepseek_vl2": "deepseek_vl2",
+    "gemma3 released": "released_side",
+    "llama4 released": "released_llama4",
+    "qwen3_vl released": "released_qwen3_vl",
+    "deepseek_vl2 released": "released_deepseek_vl2",
+}
+
+
+@pytest.fixture(scope="session", params=_SIDES)
+def each_side(request: pytest.FixtureRequest) -> LMDeploySide:
+    """LMDeploy over the tiny checkpoint of each family, then over the released files of each."""
+    found = request.getfixturevalue(_SIDES[request.param])
+    return getattr(found, "side", found)
+
+
 @pytest.fixture(scope="session")
 def quick_side(side: LMDeploySide) -> LMDeploySide:
     """`side` without the engine, for tests of everything around it."""

@@ -50,6 +50,8 @@ def test_a_class_or_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "lmdeploy.vl.engine", None)
     assert [problem.split(" is gone")[0] for problem in adapter.check()] == [
         "lmdeploy.vl.engine:_raise_exception_on_finish",
+        "lmdeploy.vl.engine:ImageEncoder.preprocess",
+        "lmdeploy.vl.engine:ImageEncoder._is_new_preprocess_api",
         "lmdeploy.model:HFChatTemplate.messages2prompt",
     ]
 

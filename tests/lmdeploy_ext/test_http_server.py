@@ -302,6 +302,45 @@ def test_bad_messages_are_a_4xx_that_names_them(family: Family) -> None:
         assert words in family.server.refused(family.server.chat(chat))
 
 
+def test_reserved_strings_are_refused_in_all_that_a_template_gets(family: Family) -> None:
+    word = family.reserved
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": json.dumps({"at": word})}}
+    tool = {"type": "function", "function": {"name": "look", "description": word, "parameters": {}}}
+    answered = [user(as_url(A)), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for response, words in (
+        (family.server.chat(answered), "message 1 (assistant): its 'tool_calls' holds"),
+        (family.server.chat([user(as_url(A))], tools=[tool]), "'tools' holds"),
+        (family.server.chat([user(QUESTION)], tools=[tool]), "'tools' holds"),
+        (family.server.chat([user(as_url(A)), {"role": word, "content": "x"}]), "its role holds"),
+        (family.server.chat([user(as_url(A))], chat_template_kwargs={"a": word}), "the chat template's 'a' holds"),
+    ):
+        assert f"{words} {word!r}" in family.server.refused(response)
+
+
+def test_options_are_obeyed_or_refused_with_the_form_that_works(family: Family) -> None:
+    chat = [user(image(noise(900, 300, 0)), QUESTION)]
+    pan_and_scan = {"mm_processor_kwargs": {"do_pan_and_scan": True}}
+    response = family.server.chat(over_http(chat), **pan_and_scan)
+    if family.name == "gemma3":
+        assert_answers(family, response, family.side.request(chat, **pan_and_scan))
+        assert family.side.request(chat, **pan_and_scan)["input_ids"] != family.side.request(chat)["input_ids"]
+    else:
+        assert "mm_processor_kwargs has 'do_pan_and_scan', which" in family.server.refused(response)
+    low = [user({"type": "image_url", "image_url": {**as_url(A)["image_url"], "detail": "low"}}, QUESTION)]
+    assert_answers(family, family.server.chat(low), family.side.request([user(image(A), QUESTION)]))
+    for response, words in (
+        (family.server.chat(over_http(chat), mm_processor_kwargs={"max_pixels": 70000}), "mm_processor_kwargs has"),
+        (family.server.chat(over_http(chat), media_io_kwargs={"fps": 1}), "media_io_kwargs has 'fps', which"),
+        (
+            family.server.chat([user({**as_url(A), "max_pixels": 5})]),
+            "message 0 (user), image 1 has 'max_pixels', which",
+        ),
+    ):
+        reason = family.server.refused(response)
+        assert words in reason
+        assert ("of the request" in reason) == (family.name in ("gemma3", "qwen3_vl", "qwen3_vl_moe"))
+
+
 def test_a_raw_prompt_with_the_wrong_number_of_images_is_refused(family: Family) -> None:
     url = data_url(file_bytes(A))
     assert "for 1 images" in family.server.refused(family.server.generate(prompt="no place", image_data=url))

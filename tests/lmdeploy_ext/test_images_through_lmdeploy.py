@@ -131,7 +131,7 @@ def test_the_limit_on_pixels_holds_for_each_request(quick_side: LMDeploySide, mo
         quick_side.request(messages)
 
 
-@pytest.mark.parametrize("options", [None, {"image": {}}, {"image": {"image_mode": "L"}}, {"video": {"num_frames": 4}}])
+@pytest.mark.parametrize("options", [None, {}, {"image": {}}, {"image": None, "video": {}}])
 def test_the_rule_for_alpha_does_not_depend_on_a_requests_options(
     options: dict[str, Any] | None, quick_side: LMDeploySide
 ) -> None:
@@ -141,8 +141,9 @@ def test_the_rule_for_alpha_does_not_depend_on_a_requests_options(
 
 
 def test_options_that_are_none_are_refused(quick_side: LMDeploySide) -> None:
-    with pytest.raises(InputError, match="media_io_kwargs has int for 'image', expected a dict"):
-        quick_side.request([user(image_url(data_url(file_bytes(noise(9, 9, 0)))))], media_io_kwargs={"image": 5})
+    for options in ({"image": 5}, {"image": {"image_mode": "L"}}, {"video": {"num_frames": 4}}, [5]):
+        with pytest.raises(InputError, match=r"media_io_kwargs (has 'image'|has 'video'|is \[5\])"):
+            quick_side.request([user(image_url(data_url(file_bytes(noise(9, 9, 0)))))], media_io_kwargs=options)
 
 
 class AnotherEncoder:

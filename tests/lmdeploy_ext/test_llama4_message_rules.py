@@ -21,12 +21,18 @@ BAD: dict[str, tuple[list[Any], str]] = {
     ),
     "an image from a tool, which the template writes as JSON": (
         [user(text("x")), {"role": "tool", "content": [image(SMALL)]}],
-        r"the prompt has 0 x '<\|image\|>' for 1 images",
+        r"message 1 \(tool\), image 1: the chat template writes messages of the role tool as data",
     ),
     "a video": ([user(VIDEO)], r"message 0 \(user\): a part is of type 'video_url', expected a text or an image"),
     "an image that is a number": ([user(image(SMALL), image(5))], r"message 0 \(user\), image 2: .*got int"),
-    "a reserved string in two parts": ([user(text("<|im"), text("age|>"), image(SMALL))], "2 x .* for 1 images"),
-    "a separator in two parts": ([user(text("<|pat"), text("ch|>"), image(SMALL))], r"holds '<\|patch\|>'"),
+    "a reserved string in two parts": (
+        [user(text("<|im"), text("age|>"), image(SMALL))],
+        r"\(user\): its part 1 and what .* '<\|image\|>'",
+    ),
+    "a separator in two parts": (
+        [user(text("<|pat"), text("ch|>"), image(SMALL))],
+        r"part 1 and what .* '<\|patch\|>'",
+    ),
 }
 
 

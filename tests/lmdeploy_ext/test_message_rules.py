@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from turbomind_qwen3_vl import Pair
 from turbomind_requests import Message, assistant, image, image_url, noise, same, system, text, user
 
 from turbovit.benchmarks.lmdeploy_side import LMDeploySide
@@ -25,7 +26,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a role that is no name": ([user(image(A)), {"role": ["user"], "content": "hi"}], "message 1: its role is"),
     "two users": ([user(text("a")), user(image(A))], "the chat template does not take this conversation: .*take turns"),
     "two users, text only": ([user(text("a")), user(text("b"))], "the chat template .*take turns"),
-    "an unknown role": ([{"role": "developer", "content": "x"}, user(image(A))], "the chat template .*take turns"),
+    "an unknown role": ([{"role": "narrator", "content": "x"}, user(image(A))], "the chat template .*take turns"),
     "a role of LMDeploy's own": ([{"role": "forward", "content": "x"}, user(image(A))], "the chat template"),
     "a content that is a number": ([{"role": "user", "content": 5}], r"message 0 \(user\): its content is a int"),
     "a content that is one part": ([{"role": "user", "content": text("x")}], r"message 0 \(user\): .* a dict"),
@@ -71,9 +72,12 @@ BAD: dict[str, tuple[list[Any], str]] = {
     ),
     "a reserved string in two parts": (
         [user(text("<start_of_"), text("image>"), image(A))],
-        "2 x '<start_of_image>' for 1",
+        r"message 0 \(user\): its part 1 and what .* make '<start_of_image>'",
     ),
-    "a reserved string in two parts, text only": ([user(text("<end_of_"), text("image>"))], "holds '<end_of_image>'"),
+    "a reserved string in two parts, text only": (
+        [user(text("<end_of_"), text("image>"))],
+        r"message 0 \(user\): its part 1 and what .* make '<end_of_image>'",
+    ),
 }
 
 
@@ -135,14 +139,12 @@ def test_a_refusal_comes_before_an_image_is_loaded(quick_side: LMDeploySide) -> 
         quick_side.request([user(image_url("/nowhere.png"), text("<start_of_image>"))])
 
 
-def test_noise_would_be_seen(
-    quick_side: LMDeploySide, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_would_be_seen(qwen3_vl: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """With LMDeploy's own callback a refused image is also reported as a crash in the event loop."""
     from lmdeploy.vl import engine
 
     monkeypatch.setattr(engine, "_raise_exception_on_finish", lambda task: task.result())
     with pytest.raises(InputError):
-        quick_side.request([user(image(5))])
+        qwen3_vl.side.request([user(image(5))])
     assert any("Exception in callback" in record.message for record in caplog.records)
     caplog.clear()
