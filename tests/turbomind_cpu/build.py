@@ -95,7 +95,7 @@ def build(folder: Path) -> list[Path]:
 
 
 def _compiler(library: Library, folder: Path) -> subprocess.Popen[str]:
-    command = ["g++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC"]
     command += [f"-Wl,-soname,{library.soname}"]
     if library.versioned:
         script = folder / f"{library.soname}.map"

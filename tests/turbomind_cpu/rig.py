@@ -37,7 +37,10 @@ class Rig:
         return cls(tuple(build(folder)))
 
     def environment(self) -> dict[str, str]:
-        """A child's environment variables. Where a library is asked for, the preloaded one has its name already."""
+        """A child's environment variables.
+
+        The stand-ins are preloaded by path: on a search path they would come too late, as torch loads its own CUDA first.
+        """
         paths = [str(TESTS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         common = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TM_LOG_LEVEL": "WARNING"}
         if not self.libraries:
@@ -61,6 +64,8 @@ class Rig:
         timeout: float = TIMEOUT_S,
     ) -> subprocess.CompletedProcess[str]:
         """Call `target`, a `module:function`, with strings in a child, after the functions named by `prepare`.
+
+        Over stand-ins the GPU is one of compute capability 8.0; `TURBOMIND_CPU_SM` in `environment` names another (90).
 
         Raises:
             subprocess.TimeoutExpired: the child took longer than `timeout` seconds.

@@ -37,7 +37,7 @@ struct StridedPointer {
 };
 static_assert(sizeof(StridedPointer) == 16);
 
-enum Epilogue { kNoEpilogue = 0, kGatedSilu = 2 };
+constexpr int kNoEpilogue = 0;
 
 // A linear layer, or all experts' of one: then `weight` holds a StridedPointer an expert.
 struct LinearWeight {
