@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ ENGINE = {
     "max_prefill_token_num": 512,
     "enable_metrics": False,
 }
+
+SESSIONS = itertools.count(1)  # the engine may still hold one whose last token has been seen
 
 
 def main(sent: str, received: str) -> None:
@@ -40,10 +43,10 @@ def run(job: Job) -> list[list[Answer]]:
 
 
 async def run_round(engine: Any, requests: list[Request]) -> list[Answer]:
-    return await asyncio.gather(*(answer(engine, number, request) for number, request in enumerate(requests, 1)))
+    return await asyncio.gather(*(answer(engine, request) for request in requests))
 
 
-async def answer(engine: Any, number: int, request: Request) -> Answer:
+async def answer(engine: Any, request: Request) -> Answer:
     from lmdeploy.messages import GenerationConfig
 
     config = GenerationConfig(
@@ -52,11 +55,11 @@ async def answer(engine: Any, number: int, request: Request) -> Answer:
         output_logits="all" if request.logits else None,
         **{"top_k": 1, **request.generation},
     )
-    instance = engine.create_instance()
+    instance, session = engine.create_instance(), next(SESSIONS)
     tokens: list[int] = []
     output = None
     async for output in instance.async_stream_infer(
-        number,
+        session,
         request.input_ids,
         input_embeddings=request.input_embeddings,
         input_embedding_ranges=request.input_embedding_ranges,
@@ -65,8 +68,8 @@ async def answer(engine: Any, number: int, request: Request) -> Answer:
     ):
         tokens += output.token_ids
         if request.cancel_after is not None and len(tokens) >= request.cancel_after:
-            await instance.async_cancel(number)
+            await instance.async_cancel(session)
     if output is None:
-        raise RuntimeError(f"request {number} of {len(request.input_ids)} tokens got no answer")
+        raise RuntimeError(f"a request of {len(request.input_ids)} tokens got no answer")
     logits = None if output.logits is None else output.logits.float().clone()
     return Answer(tokens, output.status.name, logits)

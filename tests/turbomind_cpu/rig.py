@@ -39,7 +39,7 @@ class Rig:
     def environment(self) -> dict[str, str]:
         """A child's environment variables.
 
-        The stand-ins are preloaded by path: on a search path they would come too late, as torch loads its own CUDA first.
+        The stand-ins are preloaded by path: torch loads its own CUDA before anything on a search path is found.
         """
         paths = [str(TESTS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         common = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TM_LOG_LEVEL": "WARNING"}
