@@ -3,7 +3,7 @@
 LMDeploy's `_turbomind` extension links against the CUDA driver. A child process that finds a stub of
 `libcuda.so.1` first can import it, and can take a request as far as the tensor map the C++ engine gets:
 `AsyncEngine.safe_run`, `TurboMindInstance.async_stream_infer`, `prepare_inputs` and `_np_dict_to_tm_dict`
-all run as LMDeploy has them. What C++ does with the map afterwards needs a GPU and is not covered.
+all run as LMDeploy has them. What C++ does with the map afterwards is tested in `turbomind_cpu`.
 """
 
 import os
