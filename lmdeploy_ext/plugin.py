@@ -28,6 +28,7 @@ def install() -> None:
     from turbovit.lmdeploy_ext.capability import turbomind_refusal
     from turbovit.lmdeploy_ext.engine_config import prepared_engine_config
     from turbovit.lmdeploy_ext.pytorch_engine import adapter as engine_adapter
+    from turbovit.lmdeploy_ext.turbomind_models import adapter as turbomind_adapter
 
     problems = adapter.check()
     if problems:
@@ -44,6 +45,7 @@ def install() -> None:
     adapter.patch_pipeline_config(prepared_engine_config)
     engine_adapter.patch_vision_loading(require_engine_parts)
     engine_adapter.patch_module_map()
+    turbomind_adapter.register()
     _installed = True
 
 
