@@ -93,9 +93,7 @@ class DeepseekVL2Language:
 
     def _attention(self, pfx: Any) -> Any:
         """Plain attention; the checkpoint turns the two halves of a head, TurboMind's rope neighbours."""
-        config = self._tm.make_attention_config(
-            self.cfg, head_dim=self.cfg.hidden_size // self.cfg.num_attention_heads
-        )
+        config = self._tm.make_attention_config(self.cfg, head_dim=self.cfg.hidden_size // self.cfg.num_attention_heads)
         q, k, v, o = (self._linear(pfx + f"{name}_proj") for name in "qkvo")
         q, k = (
             self._tm.reorder_rotary_emb(part, config.head_dim, config.rope.dim, dtype=self._ctx.dtype)
