@@ -1,9 +1,9 @@
 """DeepSeek-VL2 as its original code has it, put together from transformers' parts: transformers has no such model.
 
-The vision tower is transformers' SigLIP, the language half its DeepSeek-V2 or V3 (with LLaMA's attention where the checkpoint
-has no MLA, as the tiny one); what lies between and the processor follow the original's ``modeling_deepseek_vl_v2.py``
-and ``processing_deepseek_vl_v2.py``. It shares no code with the rest of turbovit, and the tests hold it
-against what the original itself gave: ids, pixels, features and logits.
+The vision tower is transformers' SigLIP, the language half its DeepSeek-V2 or V3 (with LLaMA's attention where the
+checkpoint has no MLA, as the tiny one); what lies between and the processor follow the original's
+``modeling_deepseek_vl_v2.py`` and ``processing_deepseek_vl_v2.py``. It shares no code with the rest of
+turbovit, and the tests hold it against what the original itself gave: ids, pixels, features and logits.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def _projector(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _language(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    """transformers' DeepSeek-V2, or V3 where sigmoid and a correction bias choose the experts, as in the largest release;
-    with LLaMA's attention in it where the checkpoint has no MLA.
+    """transformers' DeepSeek-V2, or V3 where sigmoid and a correction bias choose the experts, as in the largest
+    release; with LLaMA's attention in it where the checkpoint has no MLA.
 
     Raises:
         NotImplementedError: the experts are chosen in a way that none of these has.

@@ -109,9 +109,8 @@ def write_sample(folder: Path, size: str, seed: int, layers: int | None = None, 
     if language is not None and language not in _LANGUAGES:
         raise UnsupportedModelError(f"unknown language half {language!r}; available: {', '.join(_LANGUAGES)}")
     dtype = torch.float32 if language is None else torch.bfloat16
-    sizes = replace(
-        _SIZES[size], **({} if layers is None else {"layers": layers}), **_LANGUAGES.get(language or "", {})
-    )
+    changes = ({} if layers is None else {"layers": layers}) | _LANGUAGES.get(language or "", {})
+    sizes = replace(_SIZES[size], **changes)
     tokenizer = _tokenizer()
     config = _config(sizes, tokenizer, str(dtype).removeprefix("torch."))
     files = {

@@ -1,4 +1,6 @@
-"""Language halves for LMDeploy's TurboMind that LMDeploy itself lacks, made of its own builders.
+"""Language halves for LMDeploy's TurboMind that LMDeploy itself lacks, made of its own builders."""
 
-They run through the released TurboMind binary with its kernels replaced by CPU ones; never run on a GPU.
-"""
+from __future__ import annotations
+
+# What may be said of them, everywhere.
+NEVER_RUN = "runs through the released TurboMind binary with its kernels replaced by CPU ones; never run on a GPU"

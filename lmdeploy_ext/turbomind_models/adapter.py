@@ -39,9 +39,7 @@ def register() -> None:
 
     An architecture that LMDeploy has a model of keeps that.
     """
-    from lmdeploy import turbomind
-
-    if not turbomind.is_available():
+    if import_module("lmdeploy.turbomind")._tm is None:
         return
     from lmdeploy.turbomind.models.base import INPUT_MODELS
     from lmdeploy.turbomind.supported_models import SUPPORTED_ARCHS

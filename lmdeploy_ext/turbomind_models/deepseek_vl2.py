@@ -1,5 +1,5 @@
-"""DeepSeek-VL2's language half for TurboMind: DeepSeek-V2 with MHA (tiny), with MLA without a latent of the queries (small),
-and with experts chosen by sigmoid and a correction bias (base).
+"""DeepSeek-VL2's language half for TurboMind: DeepSeek-V2 with MHA (tiny), with MLA without a latent of the queries
+(small), and with experts chosen by sigmoid and a correction bias (base).
 
 Reference: the original's ``modeling_deepseek.py`` (github.com/deepseek-ai/DeepSeek-VL2). LMDeploy's own models for
 TurboMind are made likewise of its builders.

@@ -33,7 +33,7 @@ def language_config(config: Any) -> DeepseekVL2LanguageConfig:
         config: a DeepSeek-VL2 checkpoint's, as its JSON or as LMDeploy loads it.
 
     Raises:
-        ValueError, TypeError: an entry has another type than the original's code takes.
+        StrictDataclassError: an entry has another type than the original's code takes, or does not fit another.
     """
     from turbovit.lmdeploy_ext.deepseek_vl2_config import DeepseekVL2LanguageConfig
 
@@ -48,9 +48,11 @@ def config_problems(config: Mapping[str, Any], kernels: Kernels | None) -> list[
         config: its config.json.
         kernels: what the installed TurboMind holds; None where it has no extension, and that is not looked at.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         text = language_config(config)
-    except (ValueError, TypeError) as error:
+    except (StrictDataclassError, ValueError, TypeError) as error:
         return [f"its language_config cannot be read: {' '.join(str(error).split())}"]
     problems = ["its weights are quantised; TurboMind's half takes 16-bit and 32-bit ones"] * _is_quantised(config)
     for name, taken in _TAKEN.items():
@@ -96,8 +98,11 @@ def dtype_on(capability: tuple[int, int], wanted: str, stored: str | None) -> st
 
 
 def folded_bytes(config: Mapping[str, Any]) -> int:
-    """What the language half needs on the GPUs beyond what is stored: keys' and values' second factors are multiplied into
-    the projections of queries and outputs, which makes these wider (`deepseek_vl2.folded`)."""
+    """What the language half needs on the GPUs beyond what is stored.
+
+    With MLA the second factors of keys and values are multiplied into the projections of queries and outputs, which
+    get wider by it.
+    """
     text = language_config(config)
     if not text.use_mla:
         return 0
