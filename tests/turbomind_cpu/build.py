@@ -32,7 +32,15 @@ LIBRARIES = (
     Library("libcuda.so.1", ("driver.cpp",), versioned=False),
     Library(
         "libcublas.so.12",
-        ("attention.cpp", "blas.cpp", "bookkeeping_kernels.cpp", "dense_kernels.cpp", "kernels.cpp", "matmul.cpp", "moe.cpp"),
+        (
+            "attention.cpp",
+            "blas.cpp",
+            "bookkeeping_kernels.cpp",
+            "dense_kernels.cpp",
+            "kernels.cpp",
+            "matmul.cpp",
+            "moe.cpp",
+        ),
     ),
 )
 
