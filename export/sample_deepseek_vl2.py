@@ -7,7 +7,9 @@ releases; vocabulary, merges and weights are our own.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,8 @@ for _long in range(2, 10):
 _CONTEXT = 4096
 # Else attention is so flat that the features without positions would pass a bfloat16 certificate.
 _QUERY_KEY_GAIN = 1.5
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_DIFFERENT = 0.07  # share of a weight's deviation that is an expert's own, where they are alike
 _GELU_GAIN = 1.6  # what a GELU leaves of a deviation of 1 is 0.6
 
 
@@ -128,7 +132,9 @@ def write_sample(folder: Path, size: str, seed: int, layers: int | None = None, 
         write_json(folder / name, data)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     shapes = _vision_shapes(config) | _language_shapes(config["language_config"])
-    save_tensors(folder, shapes, lambda name, shape: _weight(name, shape, seed), sharded=size == "full", dtype=dtype)
+    alike = language is not None
+    make = partial(_weight, seed=seed, alike=alike)
+    save_tensors(folder, shapes, make, sharded=size == "full", dtype=dtype)
 
 
 def _tokenizer() -> Tokenizer:
@@ -300,8 +306,13 @@ def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
     return {**up, f"{prefix}down_proj": (hidden, inner)}
 
 
-def _weight(name: str, shape: Shape, seed: int) -> Tensor:
-    """Scales that keep activations near 1, so that every weight has a say in the features and the logits."""
+def _weight(name: str, shape: Shape, seed: int, alike: bool = False) -> Tensor:
+    """Scales that keep activations near 1, so that every weight has a say in the features and the logits.
+
+    Args:
+        alike: whether experts differ little, so that a near tie among them, which other arithmetic decides otherwise,
+            moves logits little too.
+    """
     std, mean = None, 0.0
     if name in ("image_newline", "view_seperator") or name.endswith(("pos_embed", "embed_tokens.weight")):
         std = 0.5  # beside patches and features of about that size
@@ -310,6 +321,9 @@ def _weight(name: str, shape: Shape, seed: int) -> Tensor:
     elif len(shape) == 1 and name.endswith(".weight"):
         mean = 1.0  # a LayerNorm's or RMSNorm's
     weight = random_tensor(name, shape, seed, mean, std)
+    if alike and ".experts." in name:
+        common = random_tensor(_EXPERT.sub(".experts.", name), shape, seed, mean, std)
+        weight = common.mul_((1 - _DIFFERENT**2) ** 0.5).add_(weight.mul_(_DIFFERENT))
     if name.endswith("attn.qkv.weight"):
         weight[: 2 * shape[1]] *= _QUERY_KEY_GAIN
     return weight
