@@ -22,7 +22,8 @@ COMMON: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "norm_topk_prob": True}
 HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 64}
-CORRECTION = 0.2  # of scores between 0 and 1
+CORRECTION = 0.5  # of half of the experts' scores, which lie between 0 and 1
+CLASSES, LEVEL, GAIN, REST = 16, 0.1, 8.0, 0.02  # of `route_clearly`
 
 
 def qwen3(**changes: Any) -> Any:
@@ -36,7 +37,8 @@ def qwen3_moe() -> Any:
     """Experts chosen by a softmax."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON | HEADS | EXPERTS | {"num_experts": 8}))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON | HEADS | EXPERTS | {"num_experts": 8}))
+    return route_clearly(model, 8)
 
 
 def glm4_moe_lite() -> Any:
@@ -57,7 +59,26 @@ def glm4_moe_lite() -> Any:
     }
     model = Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**COMMON | EXPERTS | options))
     for layer in model.model.layers[1:]:
-        layer.mlp.gate.e_score_correction_bias.data.normal_(std=CORRECTION)
+        layer.mlp.gate.e_score_correction_bias.data.copy_(CORRECTION * (torch.randperm(8) < 4))
+    return route_clearly(model, 8)
+
+
+def route_clearly(model: Any, experts: int) -> Any:
+    """Let a token's own embedding choose its experts, by far.
+
+    Two experts that nearly tie are chosen otherwise at the least difference of rounding, and then a row is another one:
+    that says nothing about an engine. Here the first values of the residual stream are the token's alone, levels in
+    one of `CLASSES` orders, and routers see little else.
+    """
+    orders = torch.stack([torch.randperm(experts) for _ in range(CLASSES)])
+    embedding = model.get_input_embeddings().weight.data
+    embedding[:, :experts] = (orders[torch.arange(len(embedding)) % CLASSES] - (experts - 1) / 2) * LEVEL
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            parameter.data[..., :experts, :] = 0  # [.., hidden, inner]
+        elif name.endswith("mlp.gate.weight"):  # [experts, hidden]
+            parameter.data.mul_(REST)
+            parameter.data[:, :experts] = GAIN * torch.eye(experts)[torch.randperm(experts)]
     return model
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from turbomind_cpu.rig import STAND_INS
+
 FREE_BYTES = 1 << 31
 
 
@@ -41,7 +43,7 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    if "TURBOMIND_CPU_STAND_INS" in os.environ:
+    if STAND_INS in os.environ:
         tell_torch_of_a_device()
     for name in options.prepare:
         function_of(name)()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import torch
 
+from turbomind_cpu.child import function_of
 from turbomind_cpu.rig import Answer, Job, Request
 
 ENGINE = {
@@ -29,7 +31,9 @@ def run(job: Job) -> list[list[Answer]]:
     from lmdeploy.messages import TurbomindEngineConfig
     from lmdeploy.turbomind import TurboMind
 
-    engine = TurboMind(str(job.model), engine_config=TurbomindEngineConfig(**{**ENGINE, **job.engine}))
+    config = TurbomindEngineConfig(**{**ENGINE, **job.engine})
+    with function_of(job.within)() if job.within else contextlib.nullcontext():
+        engine = TurboMind(str(job.model), engine_config=config)
     try:
         return [asyncio.run(run_round(engine, requests)) for requests in job.rounds]
     finally:
@@ -45,9 +49,9 @@ async def answer(engine: Any, number: int, request: Request) -> Answer:
 
     config = GenerationConfig(
         max_new_tokens=request.max_new_tokens,
-        top_k=1,
         stop_token_ids=list(request.stop_token_ids) or None,
         output_logits="all" if request.logits else None,
+        **{"top_k": 1, **request.generation},
     )
     instance = engine.create_instance()
     tokens: list[int] = []

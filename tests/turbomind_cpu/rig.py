@@ -22,6 +22,7 @@ from turbomind_cpu.build import build
 CHILD = Path(__file__).with_name("child.py")
 TESTS = CHILD.parents[1]
 STAND_INS = "TURBOMIND_CPU_STAND_INS"  # set in a child that runs over stand-ins
+TRACE = "TURBOMIND_CPU_TRACE"
 TIMEOUT_S = 600
 
 
@@ -75,9 +76,14 @@ class Rig:
         )
 
     def generate(
-        self, jobs: Sequence[Job], prepare: Sequence[str] = (), environment: dict[str, str] | None = None
+        self, jobs: Sequence[Job], prepare: Sequence[str] = (), trace: Path | None = None
     ) -> list[list[list[Answer]]]:
         """Answers by job, round and request; all jobs run in one child.
+
+        Args:
+            jobs: run in turn, an engine each.
+            prepare: `module:function` names, called before LMDeploy is asked for anything.
+            trace: a file that gets the mangled name of each kernel launched, one a line.
 
         Raises:
             RuntimeError: the child failed; with its stderr.
@@ -85,9 +91,9 @@ class Rig:
         with tempfile.TemporaryDirectory() as folder:
             sent, received = Path(folder, "jobs.pt"), Path(folder, "answers.pt")
             torch.save(list(jobs), sent)
-            child = self.run(
-                "turbomind_cpu.generate:main", str(sent), str(received), prepare=prepare, environment=environment
-            )
+            environment = {TRACE: str(trace)} if trace else {}
+            target = "turbomind_cpu.generate:main"
+            child = self.run(target, str(sent), str(received), prepare=prepare, environment=environment)
             if child.returncode != 0:
                 raise RuntimeError(f"the child ended with {child.returncode}, expected 0; its stderr:\n{child.stderr}")
             return torch.load(received, weights_only=False)
@@ -104,6 +110,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     logits: bool = False  # of all tokens but the last
     cancel_after: int | None = None  # tokens
+    generation: dict[str, Any] = field(default_factory=dict)  # more of GenerationConfig
 
     @classmethod
     def of(cls, request: dict[str, Any], **options: Any) -> Request:
@@ -123,6 +130,7 @@ class Job:
     model: Path
     rounds: list[list[Request]]
     engine: dict[str, Any] = field(default_factory=dict)  # of TurbomindEngineConfig
+    within: str | None = None  # a context manager's `module:function`: LMDeploy as it is while the engine is made
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,10 @@ int cudaLaunchKernel(const void* host, dim3 grid, dim3, void** args, size_t, voi
     }
     const Kernel kernel = turbomind_cpu_kernel ? turbomind_cpu_kernel(name.c_str()) : nullptr;
     require(kernel, "no CPU version of the kernel", demangled(name).c_str());
-    if (std::getenv("TURBOMIND_CPU_TRACE")) {
-        std::fprintf(stderr, "launch %s grid %u %u %u\n", name.c_str(), grid.x, grid.y, grid.z);
+    static std::FILE* const trace = std::getenv("TURBOMIND_CPU_TRACE") ? std::fopen(std::getenv("TURBOMIND_CPU_TRACE"), "a") : nullptr;
+    if (trace) {
+        std::fprintf(trace, "%s\n", name.c_str());
+        std::fflush(trace);
     }
     kernel(Launch{name.c_str(), grid, args});
     return kOk;
