@@ -1,7 +1,8 @@
 """What TurboMind answers for DeepSeek-VL2, beside transformers: ``python -m turbovit.benchmarks.turbomind_answers``.
 
-Tiny synthetic checkpoints of its language halves that TurboMind has kernels for; conversations go through LMDeploy's own
-classes, with a compiled tower, into TurboMind itself. It runs over whatever CUDA is there: the machine's, or stand-ins.
+Tiny synthetic checkpoints of its language halves that TurboMind has kernels for; conversations go through LMDeploy's
+own classes, with a compiled tower, into TurboMind itself. It runs over whatever CUDA is there: the machine's, or
+stand-ins.
 """
 
 from __future__ import annotations
@@ -11,19 +12,16 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from turbovit.benchmarks.agreement import BOUND, Agreement, agreement
 from turbovit.benchmarks.turbomind_side import Answer, Asked, TurboMindSide
 
 LANGUAGES = ("mha", "mla", "base")
-LOGITS_BOUND = 1.5e-2  # relative L2 of all rows; weights and activations are bfloat16, the reference is float32
-ROW_BOUND = 5e-2  # relative L2 of each row
-CHOICE_BOUND = 0.05  # how far a chosen token may lie below the best, in standard deviations of its row
 CHUNK = 256  # tokens of a prefill
 
 Messages = list[dict[str, Any]]
@@ -35,11 +33,8 @@ class Case:
 
     Attributes:
         name: what it is a case of.
-        prompt: tokens of the prompt.
+        prompt: how many tokens the prompt has.
         tokens, expected: what TurboMind chose; what the reference would have, given the tokens before.
-        error: relative L2 of all logits.
-        worst_row: the largest relative L2 of a row.
-        below: how far a chosen token lay below the reference's best at most, in standard deviations of its row.
         problem: what else is wrong; empty where nothing is.
     """
 
@@ -47,16 +42,13 @@ class Case:
     prompt: int
     tokens: list[int]
     expected: list[int]
-    error: float
-    worst_row: float
-    below: float
+    agreement: Agreement
     problem: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether it is within all bounds."""
-        within = self.error <= LOGITS_BOUND and self.worst_row <= ROW_BOUND and self.below <= CHOICE_BOUND
-        return within and not self.problem
+        return self.agreement.holds and not self.problem
 
 
 @dataclass(frozen=True)
@@ -90,26 +82,11 @@ class Subject:
 
         inputs = dict(self.reference.inputs_from_messages(chat_from_lmdeploy(messages)))
         prompt = inputs["input_ids"].shape[1]
-        chosen = torch.tensor(answer.tokens)
-        inputs["input_ids"] = torch.cat([inputs["input_ids"], chosen[None, :-1]], dim=1)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([answer.tokens[:-1]])], dim=1)
         inputs["images_seq_mask"] = inputs["input_ids"][0] == self.reference.image_id
-        return case_from_logits(name, prompt, chosen, answer.logits, self.reference.logits(inputs))
-
-
-def case_from_logits(name: str, prompt: int, chosen: Tensor, got: Tensor, expected: Tensor) -> Case:
-    """Logits [tokens, vocabulary] beside the reference's, and the tokens chosen by the last of them."""
-    if got.shape != expected.shape:
-        nothing = float("inf")
-        problem = f"logits are {list(got.shape)}, expected {list(expected.shape)}"
-        return Case(name, prompt, chosen.tolist(), [], nothing, nothing, nothing, problem)
-    rows = (got - expected).norm(dim=1) / expected.norm(dim=1)
-    last = expected[-len(chosen) :]
-    below = (last.amax(dim=1) - last.gather(1, chosen[:, None])[:, 0]) / last.std(dim=1)
-    error = float((got - expected).norm() / expected.norm())
-    finite = bool(got.isfinite().all())
-    problem = "" if finite else "logits are not finite"
-    best = last.argmax(dim=1).tolist()
-    return Case(name, prompt, chosen.tolist(), best, error, float(rows.max()), float(below.max()), problem)
+        logits = self.reference.logits(inputs)
+        expected = logits[-len(answer.tokens) :].argmax(dim=1).tolist()
+        return Case(name, prompt, answer.tokens, expected, agreement(answer.tokens, answer.logits, logits))
 
 
 def conversations() -> dict[str, Messages]:
@@ -195,13 +172,12 @@ def _without_features(subject: Subject, turbomind: TurboMindSide, chats: Any, re
     with_features = subject.compare("features reach the engine", chats[name], answers[name])
     (answer,) = turbomind.answers([Asked({"input_ids": requests[name]["input_ids"]})])
     without = subject.compare(name, chats[name], answer)
-    return _with_problem(
-        with_features, without.error > 10 * LOGITS_BOUND, f"without them they are {without.error:.3f} off"
-    )
+    off = without.agreement.overall
+    return _with_problem(with_features, off > 10 * BOUND, f"without its features they are {off:.3f} off")
 
 
 def _with_problem(case: Case, fine: bool, problem: str) -> Case:
-    return case if fine else Case(**{**asdict(case), "problem": "; ".join(filter(None, [case.problem, problem]))})
+    return case if fine else replace(case, problem="; ".join(filter(None, [case.problem, problem])))
 
 
 def check(languages: Sequence[str], folder: Path, names: Sequence[str] = ()) -> dict[str, list[Case]]:
@@ -230,10 +206,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def line_from_case(language: str, case: Case) -> str:
     """Such as ``mha, text: passed; 8 tokens in, 6 of 6 the reference's, logits 0.9% off``."""
-    equal = sum(mine == best for mine, best in zip(case.tokens, case.expected, strict=False))
-    figures = f"logits {case.error:.2%} off, worst row {case.worst_row:.2%}, choices {case.below:.3f} below the best"
+    equal = sum(mine == best for mine, best in zip(case.tokens, case.expected, strict=True))
+    off = case.agreement
     verdict = "passed" if case.passed else f"FAILED {case.problem}".strip()
-    return f"{language}, {case.name}: {verdict}; {case.prompt} tokens in, {equal} of {len(case.tokens)} chosen as the reference; {figures}"
+    return (
+        f"{language}, {case.name}: {verdict}; {case.prompt} tokens in, {equal} of {len(case.tokens)} chosen as the "
+        f"reference does; logits {off.overall:.2%} off, worst row {off.worst_row:.2%}, choices {off.lag:.3f} "
+        f"deviations below the best"
+    )
 
 
 def command(*arguments: str) -> None:
