@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from turbomind_cpu.rig import Answer, Job, Request, Rig
