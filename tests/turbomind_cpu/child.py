@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from turbomind_cpu.rig import STAND_INS
 
 FREE_BYTES = 1 << 31
