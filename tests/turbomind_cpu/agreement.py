@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 from turbomind_cpu.rig import Answer
 
 # bfloat16 inside against float32 throughout: calibrated models of two layers give 0.007 to 0.012.

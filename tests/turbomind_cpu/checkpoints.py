@@ -33,6 +33,24 @@ def qwen3(**changes: Any) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**COMMON | HEADS | {"intermediate_size": 256} | changes))
 
 
+def llama(**changes: Any) -> Any:
+    """Attention without norms."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**COMMON | HEADS | {"intermediate_size": 256} | changes))
+
+
+def qwen2() -> Any:
+    """Attention whose queries, keys and values have biases."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(Qwen2Config(**COMMON | HEADS | {"intermediate_size": 256}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(std=COMMON["initializer_range"])
+    return model
+
+
 def qwen3_moe() -> Any:
     """Experts chosen by a softmax."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -85,6 +103,11 @@ def route_clearly(model: Any, experts: int) -> Any:
 MODELS: dict[str, Callable[[], Any]] = {"qwen3": qwen3, "qwen3_moe": qwen3_moe, "glm4_moe_lite": glm4_moe_lite}
 
 
+def prompt(length: int, seed: int) -> list[int]:
+    """Random ids, none of them special."""
+    return torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 def write(make: Callable[[], Any], folder: Path, seed: int = 0) -> Path:
     """Save a model of these weights, with a tokenizer whose words are `w0`, `w1` and so on."""
     from tokenizers import Tokenizer, models
@@ -97,6 +120,6 @@ def write(make: Callable[[], Any], folder: Path, seed: int = 0) -> Path:
         if hasattr(gate, "e_score_correction_bias"):
             gate.e_score_correction_bias = gate.e_score_correction_bias.float()  # as released; TurboMind ends without
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
     return folder

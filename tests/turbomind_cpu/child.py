@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
 from turbomind_cpu.rig import STAND_INS
 
 FREE_BYTES = 1 << 31

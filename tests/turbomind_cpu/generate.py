@@ -7,7 +7,6 @@ import contextlib
 from typing import Any
 
 import torch
-
 from turbomind_cpu.child import function_of
 from turbomind_cpu.rig import Answer, Job, Request
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-
 from turbomind_cpu.rig import Request
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from turbomind_cpu.build import build
 
 CHILD = Path(__file__).with_name("child.py")
@@ -28,7 +27,7 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Rig:
-    """Where children run: over `libraries`, loaded before all others, or over the machine's own CUDA if there are none."""
+    """Where children run: over `libraries`, loaded before all others, or over the machine's own CUDA without any."""
 
     libraries: tuple[Path, ...] = ()
 

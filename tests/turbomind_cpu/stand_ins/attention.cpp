@@ -1,4 +1,4 @@
-// The launchers of attention, in the engine's place: the cache's blocks, rope, and softmax over a causal window.
+// The launchers of attention, in the engine's place: the cache's blocks, rope, and causal softmax.
 //
 // A cache block holds, from a layer's offset on, [kv head][k, then v][token][D]. Heads of 576 are MLA's latents, whose
 // values are the keys: there is no v part, neither in a block nor in the flattened cache.
@@ -15,37 +15,30 @@ namespace {
 
 constexpr int kLatentHead = 576, kQueryBlock = 64;
 
-bool has_values(int head_dim)
-{
-    return head_dim != kLatentHead;
-}
+bool has_values(int head_dim) { return head_dim != kLatentHead; }
 
 struct Cache {
-    char**     blocks;
+    char** blocks;
     const int* first_block;  // [sequences + 1]
-    int        layer_offset, block_len, kv_heads, head_dim;
+    int layer_offset, block_len, kv_heads, head_dim;
 
-    bf16* key(int sequence, int head, int token) const
-    {
+    bf16* key(int sequence, int head, int token) const {
         char* const block = blocks[first_block[sequence] + token / block_len] + layer_offset;
-        const int   parts = has_values(head_dim) ? 2 : 1;
+        const int parts = has_values(head_dim) ? 2 : 1;
         return reinterpret_cast<bf16*>(block) + (size_t(head) * parts * block_len + token % block_len) * head_dim;
     }
 
-    bf16* value(int sequence, int head, int token) const
-    {
+    bf16* value(int sequence, int head, int token) const {
         return key(sequence, head, token) + (has_values(head_dim) ? size_t(block_len) * head_dim : 0);
     }
 };
 
-void check_writable(const int* readonly_blocks, int batch_size)
-{
+void check_writable(const int* readonly_blocks, int batch_size) {
     const bool none = std::all_of(readonly_blocks, readonly_blocks + batch_size, [](int n) { return n == 0; });
     require(none, "no CPU version of a cache", "shared by prompts");
 }
 
-std::vector<float> with_bias(const bf16* row, const bf16* bias, int dim)
-{
+std::vector<float> with_bias(const bf16* row, const bf16* bias, int dim) {
     std::vector<float> sum(row, row + dim);
     for (int i = 0; bias && i < dim; ++i) {
         sum[i] = rounded(sum[i] + bias[i]);
@@ -54,8 +47,7 @@ std::vector<float> with_bias(const bf16* row, const bf16* bias, int dim)
 }
 
 void store_key_and_value(const Cache& cache, int sequence, int head, int token, const bf16* k, const bf16* k_bias,
-                         const bf16* v, const bf16* v_bias, const RopeParam& rope)
-{
+                         const bf16* v, const bf16* v_bias, const RopeParam& rope) {
     std::vector<float> key = with_bias(k, k_bias ? k_bias + head * cache.head_dim : nullptr, cache.head_dim);
     rotate(key.data(), token, rope);
     std::copy(key.begin(), key.end(), cache.key(sequence, head, token));
@@ -67,45 +59,43 @@ void store_key_and_value(const Cache& cache, int sequence, int head, int token, 
 
 // The queries of one head and sequence, the last of which stands at the last of `tokens` keys.
 void attend(const AttentionParams& p, int first_row, int queries, int head, const std::vector<float>& keys,
-            const std::vector<float>& values_by_column, int tokens)
-{
+            const std::vector<float>& values_by_column, int tokens) {
     const int dim = p.head_dim;
     for (int begin = 0; begin < queries; begin += kQueryBlock) {
         const int rows = std::min(kQueryBlock, queries - begin);
         const int seen = tokens - (queries - begin - rows);  // of the block's last query
         std::vector<float> q, scores(size_t(rows) * seen), sums(rows), out(size_t(rows) * dim);
         for (int i = 0; i < rows; ++i) {
-            const int  row   = first_row + begin + i;
-            auto       query = with_bias(p.q + row * p.stride + head * dim, p.q_bias ? p.q_bias + head * dim : nullptr, dim);
+            const int row = first_row + begin + i;
+            auto query = with_bias(p.q + row * p.stride + head * dim, p.q_bias ? p.q_bias + head * dim : nullptr, dim);
             rotate(query.data(), seen - rows + i, p.rope);
             std::transform(query.begin(), query.end(), std::back_inserter(q), rounded);
         }
         product_of_rows({q.data(), size_t(dim)}, {keys.data(), size_t(dim)}, rows, seen, dim, scores.data(), seen);
         for (int i = 0; i < rows; ++i) {
-            float* const row  = scores.data() + size_t(i) * seen;
-            const int    end  = seen - rows + i + 1;
-            const int    from = std::max(0, end - p.window);
-            const float  top  = *std::max_element(row + from, row + end);
-            std::fill(row, row + from, 0.f);
+            float* const row = scores.data() + size_t(i) * seen;
+            const int end = seen - rows + i + 1;
+            const float top = *std::max_element(row, row + end);
             std::fill(row + end, row + seen, 0.f);
-            for (int t = from; t < end; ++t) {
+            for (int t = 0; t < end; ++t) {
                 const float weight = std::exp2((row[t] - top) * p.scale);
                 sums[i] += weight;
                 row[t] = rounded(weight);
             }
         }
-        product_of_rows({scores.data(), size_t(seen)}, {values_by_column.data(), size_t(tokens)}, rows, dim, seen, out.data(), dim);
+        product_of_rows({scores.data(), size_t(seen)}, {values_by_column.data(), size_t(tokens)}, rows, dim, seen,
+                        out.data(), dim);
         for (int i = 0; i < rows; ++i) {
             bf16* const to = p.out + (size_t(first_row + begin + i) * p.heads + head) * dim;
-            std::transform(out.begin() + i * dim, out.begin() + (i + 1) * dim, to, [&](float x) { return x / sums[i]; });
+            std::transform(out.begin() + i * dim, out.begin() + (i + 1) * dim, to,
+                           [&](float x) { return x / sums[i]; });
         }
     }
 }
 
 // Attention of one sequence, its keys and values got by `key(head, token)` and `value(head, token)`.
-template<class Key, class Value>
-void attend_sequence(const AttentionParams& p, int sequence, Key key, Value value)
-{
+template <class Key, class Value>
+void attend_sequence(const AttentionParams& p, int sequence, Key key, Value value) {
     const int first_row = p.cu_q_len[sequence], queries = p.cu_q_len[sequence + 1] - first_row;
     const int tokens = p.cu_k_len[sequence + 1] - p.cu_k_len[sequence], dim = p.head_dim;
     const int group = p.heads / p.kv_heads;
@@ -123,47 +113,34 @@ void attend_sequence(const AttentionParams& p, int sequence, Key key, Value valu
     }
 }
 
-void check(const AttentionParams& p)
-{
+void check(const AttentionParams& p) {
     require(!p.sinks, "no CPU version of attention", "with sinks");
     require(p.causal, "no CPU version of attention", "that is not causal");
+    require(p.window >= p.max_k, "no CPU version of attention", "with a window");
     check_writable(p.readonly_blocks, p.batch_size);
 }
 
-// Where a new token's key goes, and where flattened keys lie: [sequence][first][head][token], in units of D.
-struct Strides {
-    int64_t sequence, first, head, token;
-};
-
 }  // namespace
 
-// ---- the launchers, by the engine's own symbols
+extern "C" {
 
-void process_kv(char** blocks, const bf16* k, const bf16* v, const bf16* k_bias, const bf16* v_bias, const int* cu_q_len,
-                const int* cu_k_len, const int* cu_block_num, const int* readonly_blocks, const RopeParam& rope,
-                int64_t stride_b, int64_t stride_c, int64_t stride_h, int64_t stride_s, int block_len, int layer_offset,
-                int cp_rank, Divisor cp_size, int max_q_len, int kv_heads, int head_dim, int batch_size, int quant,
-                void* stream)
-    asm("_ZN9turbomind18invokeProcessKV_v2I13__nv_bfloat16EEvPPcPKT_S6_S6_S6_PKiS8_S8_S8_RKNS_15RopeKernelParamElllliii"
-        "N7cutlass10FastDivmodEiiiiiP11CUstream_st");
+INSTEAD_OF(
+    "_ZN9turbomind18invokeProcessKV_v2I13__nv_bfloat16EEvPPcPKT_S6_S6_S6_PKiS8_S8_S8_RKNS_15RopeKernelParamElllliii"
+    "N7cutlass10FastDivmodEiiiiiP11CUstream_st",
+    process_kv)
+INSTEAD_OF(
+    "_ZN9turbomind18invokeFlattenKV_v2I13__nv_bfloat16EEvPT_S3_PPcPKiS7_RKNS_15RopeKernelParamElllliii"
+    "N7cutlass10FastDivmodEiiiiiP11CUstream_st",
+    flatten_kv)
+INSTEAD_OF("_ZN9turbomind17dispatchAttentionI13__nv_bfloat16EEvRKNS_15AttentionParamsIT_EE", prefill)
+INSTEAD_OF("_ZN9turbomind16dispatchDecodingI13__nv_bfloat16EEvRKNS_15AttentionParamsIT_EE", decode)
 
-void flatten_kv(bf16* k, bf16* v, char** blocks, const int* cu_k_len, const int* cu_block_num, const RopeParam& rope,
-                int64_t stride_b, int64_t stride_c, int64_t stride_h, int64_t stride_s, int block_len, int layer_offset,
-                int cp_rank, Divisor cp_size, int max_seq_len, int kv_heads, int head_dim, int batch_size, int quant,
-                void* stream)
-    asm("_ZN9turbomind18invokeFlattenKV_v2I13__nv_bfloat16EEvPT_S3_PPcPKiS7_RKNS_15RopeKernelParamElllliii"
-        "N7cutlass10FastDivmodEiiiiiP11CUstream_st");
-
-void prefill(const AttentionParams& p) asm("_ZN9turbomind17dispatchAttentionI13__nv_bfloat16EEvRKNS_15AttentionParamsIT_EE");
-
-void decode(const AttentionParams& p) asm("_ZN9turbomind16dispatchDecodingI13__nv_bfloat16EEvRKNS_15AttentionParamsIT_EE");
-
-// New keys and values of a prefill, rotated, into the cache's blocks.
-void process_kv(char** blocks, const bf16* k, const bf16* v, const bf16* k_bias, const bf16* v_bias, const int* cu_q_len,
-                const int* cu_k_len, const int* cu_block_num, const int* readonly_blocks, const RopeParam& rope,
-                int64_t stride_b, int64_t stride_c, int64_t stride_h, int64_t stride_s, int block_len, int layer_offset,
-                int, Divisor cp_size, int, int kv_heads, int head_dim, int batch_size, int quant, void*)
-{
+// New keys and values of a prefill, rotated, into the cache's blocks. Strides: sequence, first, head, token, in heads.
+void process_kv(char** blocks, const bf16* k, const bf16* v, const bf16* k_bias, const bf16* v_bias,
+                const int* cu_q_len, const int* cu_k_len, const int* cu_block_num, const int* readonly_blocks,
+                const RopeParam& rope, int64_t stride_b, int64_t stride_c, int64_t stride_h, int64_t stride_s,
+                int block_len, int layer_offset, int, Divisor cp_size, int, int kv_heads, int head_dim, int batch_size,
+                int quant, void*) {
     require(cp_size.value == 1 && quant == 0, "no CPU version of a cache", "quantised or spread over GPUs");
     check_writable(readonly_blocks, batch_size);
     const Cache cache{blocks, cu_block_num, layer_offset, block_len, kv_heads, head_dim};
@@ -181,8 +158,7 @@ void process_kv(char** blocks, const bf16* k, const bf16* v, const bf16* k_bias,
 // The whole cache of a batch, side by side, for a prefill.
 void flatten_kv(bf16* k, bf16* v, char** blocks, const int* cu_k_len, const int* cu_block_num, const RopeParam& rope,
                 int64_t stride_b, int64_t stride_c, int64_t stride_h, int64_t stride_s, int block_len, int layer_offset,
-                int, Divisor cp_size, int, int kv_heads, int head_dim, int batch_size, int quant, void*)
-{
+                int, Divisor cp_size, int, int kv_heads, int head_dim, int batch_size, int quant, void*) {
     require(cp_size.value == 1 && quant == 0, "no CPU version of a cache", "quantised or spread over GPUs");
     require(rope.type == kNoRope, "no CPU version of a cache", "that is rotated when it is read");
     const Cache cache{blocks, cu_block_num, layer_offset, block_len, kv_heads, head_dim};
@@ -200,19 +176,20 @@ void flatten_kv(bf16* k, bf16* v, char** blocks, const int* cu_k_len, const int*
     }
 }
 
-void prefill(const AttentionParams& p)
-{
+// The queries of prompts, or of parts of them, over the flattened cache.
+void prefill(const AttentionParams& p) {
     check(p);
     for (int b = 0; b < p.batch_size; ++b) {
         const auto key = [&](int head, int token) {
-            return p.kv_cache + int64_t{head} * p.stride_h + int64_t{p.cu_k_len[b] - p.cu_k_len[0] + token} * p.head_dim;
+            return p.kv_cache + int64_t{head} * p.stride_h +
+                   int64_t{p.cu_k_len[b] - p.cu_k_len[0] + token} * p.head_dim;
         };
         attend_sequence(p, b, key, [&](int head, int token) { return key(head, token) + p.key_to_val; });
     }
 }
 
-void decode(const AttentionParams& p)
-{
+// One query a sequence, over the cache's blocks, once its own key and value are there.
+void decode(const AttentionParams& p) {
     check(p);
     const Cache cache{p.block_ptrs, p.cu_block_nums, p.layer_offset, p.block_len, p.kv_heads, p.head_dim};
     for (int b = 0; b < p.batch_size; ++b) {
@@ -233,16 +210,17 @@ void decode(const AttentionParams& p)
     }
 }
 
+}  // extern "C"
+
 // q, k and v as projected, with latents last, become queries and one key with what is rotated first:
 // qkv, q, kv, heads, head dim, latents, rotated
-void mla_copy(const Launch& call)
-{
+void mla_copy(const Launch& call) {
     const int heads = call.arg<int>(3), dim = call.arg<int>(4), latents = call.arg<int>(5), turned = call.arg<int>(6);
     for (unsigned token = 0; token < call.grid.x; ++token) {
         for (int head = 0; head <= heads; ++head) {
             const bf16* const from = head < heads ? call.arg<const bf16*>(1) + (size_t(token) * heads + head) * dim
                                                   : call.arg<const bf16*>(2) + size_t(token) * dim;
-            bf16* const       to   = call.arg<bf16*>(0) + (size_t(token) * (heads + 1) + head) * dim;
+            bf16* const to = call.arg<bf16*>(0) + (size_t(token) * (heads + 1) + head) * dim;
             std::copy_n(from + latents, turned, to);
             std::copy_n(from, latents, to + turned);
         }

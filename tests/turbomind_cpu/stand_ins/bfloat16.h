@@ -8,22 +8,19 @@ struct bf16 {
 
     bf16() = default;
 
-    bf16(float value)
-    {
+    bf16(float value) {
         uint32_t word;
         std::memcpy(&word, &value, sizeof word);
         if ((word & 0x7fffffff) > 0x7f800000) {
             bits = 0x7fff;  // NaN
-        }
-        else {
+        } else {
             bits = (word + 0x7fff + (word >> 16 & 1)) >> 16;
         }
     }
 
-    operator float() const
-    {
+    operator float() const {
         const uint32_t word = uint32_t{bits} << 16;
-        float          value;
+        float value;
         std::memcpy(&value, &word, sizeof value);
         return value;
     }
@@ -31,7 +28,4 @@ struct bf16 {
 
 static_assert(sizeof(bf16) == 2);
 
-inline float rounded(float value)
-{
-    return bf16(value);
-}
+inline float rounded(float value) { return bf16(value); }

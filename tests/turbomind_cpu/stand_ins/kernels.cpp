@@ -4,7 +4,7 @@ namespace {
 
 struct Row {
     const char* piece;  // of the mangled name; the element type is part of it, so that float16 stays unknown
-    Kernel      kernel;
+    Kernel kernel;
 };
 
 // They change no token where the best one is always chosen, or fill what nothing here reads.
@@ -42,8 +42,7 @@ constexpr Row kTable[] = {
 
 }  // namespace
 
-extern "C" Kernel turbomind_cpu_kernel(const char* name)
-{
+extern "C" Kernel turbomind_cpu_kernel(const char* name) {
     for (const Row& row : kTable) {
         if (std::strstr(name, row.piece)) {
             return row.kernel;

@@ -6,11 +6,10 @@ constexpr int kLanes = 16, kTile = 4;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 
 // Up to kTile x kTile sums. Compiled for several processors and chosen where it runs: the library travels.
-template<int rows, int columns>
-__attribute__((always_inline)) inline void sums_of(Rows a, Rows b, int k, float* out, size_t stride)
-{
+template <int rows, int columns>
+__attribute__((always_inline)) inline void sums_of(Rows a, Rows b, int k, float* out, size_t stride) {
     Lanes sums[rows][columns] = {};
-    int   at                  = 0;
+    int at = 0;
     for (; at + kLanes <= k; at += kLanes) {
         for (int i = 0; i < rows; ++i) {
             const Lanes left = *reinterpret_cast<const Lanes*>(a.values + i * a.stride + at);
@@ -35,25 +34,19 @@ __attribute__((always_inline)) inline void sums_of(Rows a, Rows b, int k, float*
 
 #define FOR_SEVERAL_PROCESSORS __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
 
-FOR_SEVERAL_PROCESSORS void tile(Rows a, Rows b, int k, float* out, size_t stride)
-{
+FOR_SEVERAL_PROCESSORS void tile(Rows a, Rows b, int k, float* out, size_t stride) {
     sums_of<kTile, kTile>(a, b, k, out, stride);
 }
 
-FOR_SEVERAL_PROCESSORS void single(Rows a, Rows b, int k, float* out, size_t stride)
-{
+FOR_SEVERAL_PROCESSORS void single(Rows a, Rows b, int k, float* out, size_t stride) {
     sums_of<1, 1>(a, b, k, out, stride);
 }
 
-Rows from(Rows rows, int first)
-{
-    return {rows.values + first * rows.stride, rows.stride};
-}
+Rows from(Rows rows, int first) { return {rows.values + first * rows.stride, rows.stride}; }
 
 }  // namespace
 
-void product_of_rows(Rows a, Rows b, int m, int n, int k, float* out, size_t stride)
-{
+void product_of_rows(Rows a, Rows b, int m, int n, int k, float* out, size_t stride) {
     const int whole_m = m / kTile * kTile, whole_n = n / kTile * kTile;
     for (int i = 0; i < whole_m; i += kTile) {
         for (int j = 0; j < whole_n; j += kTile) {
