@@ -34,6 +34,7 @@ from turbovit.benchmarks.device_case import (
     reference_bundle,
     with_engine,
 )
+from turbovit.benchmarks.device_turbomind import check_turbomind
 from turbovit.benchmarks.findings import Findings, NotRunError, TimingRow
 from turbovit.benchmarks.machine import machine_facts, machine_line
 from turbovit.benchmarks.timing import alternating, stopwatch
@@ -267,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="turbovit-device-check-") as folder, _own_store(Path(folder)):
         started = time.perf_counter()
         check_device(options, Path(folder), findings)
+        check_turbomind(findings, options.device, deadline - time.perf_counter())
         seconds = time.perf_counter() - started
     console.print(findings.table(f"turbovit on {options.device}, {seconds:.0f} s"))
     if given.json is not None:

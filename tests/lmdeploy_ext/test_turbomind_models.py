@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from turbovit.lmdeploy_ext import adapter, capability, engine_config, install, m
 from turbovit.lmdeploy_ext.capability import language_findings, own_language_half, turbomind_lacks
 from turbovit.lmdeploy_ext.doctor import diagnose
 from turbovit.lmdeploy_ext.turbomind_models import NEVER_RUN
+from turbovit.lmdeploy_ext.turbomind_models import adapter as turbomind_adapter
 from turbovit.lmdeploy_ext.turbomind_models.kernels import Kernels, kernels
 from turbovit.lmdeploy_ext.turbomind_models.limits import (
     config_problems,
@@ -179,6 +181,16 @@ def test_each_part_that_is_gone_or_takes_others_is_named_and_refused(path: str, 
         assert found[0].startswith(problem)
         assert language_findings(ARCHITECTURE)[0].state == "missing"
         assert "turbovit's own does not fit this LMDeploy: " in str(turbomind_lacks(ARCHITECTURE))
+
+
+def test_a_field_that_the_extension_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lmdeploy.turbomind
+
+    structs = {name: SimpleNamespace(**dict.fromkeys(fields)) for name, fields in turbomind_adapter._FIELDS.items()}
+    monkeypatch.setattr(lmdeploy.turbomind, "_tm", SimpleNamespace(**structs))
+    assert turbomind_adapter.field_problems() == []
+    del structs["MoeConfig"].routed_scale
+    assert turbomind_adapter.field_problems() == ["this TurboMind's MoeConfig has no routed_scale"]
 
 
 def test_an_lmdeploy_that_learns_it_comes_first(turbomind_copy: Path) -> None:
