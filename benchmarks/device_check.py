@@ -23,6 +23,7 @@ from rich.console import Console
 
 from turbovit.benchmarks.device_cases import Options, cases
 from turbovit.benchmarks.device_process import check_cases
+from turbovit.benchmarks.device_turbomind import check_turbomind
 from turbovit.benchmarks.findings import CaseEnded, Event, Finding, Findings
 from turbovit.benchmarks.machine import machine_facts, machine_line
 from turbovit.engines.families import FAMILIES
@@ -133,6 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _environment(**_OFFLINE, TURBOVIT_HOME=str(Path(folder) / "home")),
     ):
         check_cases(options, cases(options, given.families, Path(folder)), findings)
+        if "deepseek_vl2" in given.families:
+            check_turbomind(findings, options.device, options.deadline - time.monotonic())
     save(finished=True)
     console.print(findings.table(f"turbovit on {options.device}, {time.monotonic() - started:.0f} s"))
     return 1 if findings.failed else 0

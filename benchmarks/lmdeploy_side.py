@@ -34,8 +34,9 @@ class LMDeploySide:
         with ExitStack() as stack:
             stack.enter_context(patch.dict(os.environ, {BUNDLE_VARIABLE: str(bundle)}))
             if not torch.cuda.is_available():
-                # LMDeploy asks the driver how much memory is free before it loads a vision model.
+                # LMDeploy asks the driver what is free before it loads a vision model, and whether it has bfloat16.
                 stack.enter_context(patch("torch.cuda.mem_get_info", return_value=(0, 0)))
+                stack.enter_context(patch("lmdeploy.vl.engine.is_bf16_supported", return_value=True))
             config = prepared_engine_config(str(checkpoint), PytorchEngineConfig()) if backend == "pytorch" else None
             self.encoder = ImageEncoder(str(checkpoint), backend, backend_config=config)
         self.tokenizer = Tokenizer(str(checkpoint))

@@ -1,9 +1,9 @@
 """DeepSeek-VL2 as its original code has it, put together from transformers' parts: transformers has no such model.
 
-The vision tower is transformers' SigLIP, the language half its DeepSeek-V2 (with LLaMA's attention where the checkpoint
-has no MLA, as the tiny one); what lies between and the processor follow the original's ``modeling_deepseek_vl_v2.py``
-and ``processing_deepseek_vl_v2.py``. It shares no code with the rest of turbovit, and the tests hold it
-against what the original itself gave: ids, pixels, features and logits.
+The vision tower is transformers' SigLIP, the language half its DeepSeek-V2 or V3 (with LLaMA's attention where the
+checkpoint has no MLA, as the tiny one); what lies between and the processor follow the original's
+``modeling_deepseek_vl_v2.py`` and ``processing_deepseek_vl_v2.py``. It shares no code with the rest of
+turbovit, and the tests hold it against what the original itself gave: ids, pixels, features and logits.
 """
 
 from __future__ import annotations
@@ -241,23 +241,29 @@ def _projector(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _language(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    """transformers' DeepSeek-V2, with LLaMA's attention in it where the checkpoint has no MLA.
+    """transformers' DeepSeek-V2, or V3 where sigmoid and a correction bias choose the experts, as in the largest
+    release; with LLaMA's attention in it where the checkpoint has no MLA.
 
     Raises:
-        NotImplementedError: the experts are chosen by sigmoid with a correction bias (as in the largest release),
-            which transformers' DeepSeek-V2 does not do.
+        NotImplementedError: the experts are chosen in a way that none of these has.
     """
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-    if config.get("topk_method", "greedy") != "greedy":
-        raise NotImplementedError(f"topk_method {config['topk_method']!r}: transformers' DeepSeek-V2 has none such")
+    routing = config.get("topk_method", "greedy"), config.get("scoring_func", "softmax")
+    classes = {
+        ("greedy", "softmax"): (DeepseekV2Config, DeepseekV2ForCausalLM),
+        ("noaux_tc", "sigmoid"): (DeepseekV3Config, DeepseekV3ForCausalLM),
+    }
+    if routing not in classes:
+        raise NotImplementedError(f"{' with '.join(routing)}: transformers' DeepSeek-V2 and V3 choose no experts so")
+    config_class, model_class = classes[routing]
     mla = config.get("use_mla", True)
-    sizes = {name: value for name, value in config.items() if name in DeepseekV2Config.__annotations__}
+    sizes = {name: value for name, value in config.items() if name in config_class.__annotations__}
     if not mla:  # its attention is replaced: only the sizes must be possible
         sizes |= {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    settings = DeepseekV2Config(**sizes)
+    settings = config_class(**sizes)
     settings._attn_implementation = "sdpa"
-    model = DeepseekV2ForCausalLM(settings)
+    model = model_class(settings)
     if not mla:
         _use_llama_attention(model, config)
     state = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}

@@ -7,12 +7,16 @@ releases; vocabulary, merges and weights are our own.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from turbovit.engines.errors import UnsupportedModelError
 from turbovit.export.samples import (
     Shape,
     add_tokens,
@@ -45,12 +49,19 @@ for _long in range(2, 10):
 _CONTEXT = 4096
 # Else attention is so flat that the features without positions would pass a bfloat16 certificate.
 _QUERY_KEY_GAIN = 1.5
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_DIFFERENT = 0.07  # share of a weight's deviation that is an expert's own, where they are alike
 _GELU_GAIN = 1.6  # what a GELU leaves of a deviation of 1 is 0.6
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of the vision half, then of the language half, whose hidden size is `out`."""
+    """Of the vision half, then of the language half, whose hidden size is `out`.
+
+    Attributes:
+        latent, rope, head: with MLA, of keys and values, of a key's part with rope, and of the other part and values.
+        chosen: of the `experts`, for a token.
+    """
 
     hidden: int
     layers: int
@@ -61,6 +72,11 @@ class _Sizes:
     text_inner: int
     mla: bool
     sigmoid: bool = False
+    latent: int = 32
+    rope: int = 16
+    head: int = 32
+    experts: int = 4
+    chosen: int = 2
 
 
 _SIZES = {
@@ -68,10 +84,17 @@ _SIZES = {
     "small": _Sizes(288, 4, 4, 128, text_layers=2, text_heads=4, text_inner=256, mla=True),
     "full": _Sizes(1152, 27, 16, 2560, text_layers=2, text_heads=4, text_inner=512, mla=True, sigmoid=True),
 }
+# Language halves that TurboMind has kernels for. They take the place of a size's own, and are tiny in all that may be.
+_TURBOMIND = {"out": 256, "text_layers": 2, "text_heads": 2, "text_inner": 256, "latent": 512, "rope": 64, "head": 128}
+_LANGUAGES: dict[str, dict[str, Any]] = {
+    "mha": {**_TURBOMIND, "mla": False, "sigmoid": False, "experts": 16, "chosen": 6},
+    "mla": {**_TURBOMIND, "mla": True, "sigmoid": False, "experts": 16, "chosen": 6},
+    "base": {**_TURBOMIND, "mla": True, "sigmoid": True, "experts": 64, "chosen": 4},
+}
 
 
-def write_sample(folder: Path, size: str, seed: int, layers: int | None = None) -> None:
-    """Write a checkpoint with float32 weights.
+def write_sample(folder: Path, size: str, seed: int, layers: int | None = None, language: str | None = None) -> None:
+    """Write a checkpoint with float32 weights, or with bfloat16 ones where `language` is given.
 
     Args:
         folder: exists and is empty.
@@ -80,13 +103,20 @@ def write_sample(folder: Path, size: str, seed: int, layers: int | None = None) 
             chosen by sigmoid.
         seed: of the weights; nothing else depends on it.
         layers: of the vision tower, where not as many as the size has.
+        language: ``mha``, ``mla`` or ``base`` gives a tiny language half that TurboMind takes, made as that of
+            DeepSeek-VL2-Tiny, -Small and the largest.
 
     Raises:
+        UnsupportedModelError: unknown `language`.
         OSError, safetensors.SafetensorError: a file cannot be written.
     """
-    sizes = _SIZES[size] if layers is None else replace(_SIZES[size], layers=layers)
+    if language is not None and language not in _LANGUAGES:
+        raise UnsupportedModelError(f"unknown language half {language!r}; available: {', '.join(_LANGUAGES)}")
+    dtype = torch.float32 if language is None else torch.bfloat16
+    changes = ({} if layers is None else {"layers": layers}) | _LANGUAGES.get(language or "", {})
+    sizes = replace(_SIZES[size], **changes)
     tokenizer = _tokenizer()
-    config = _config(sizes, tokenizer)
+    config = _config(sizes, tokenizer, str(dtype).removeprefix("torch."))
     files = {
         "config.json": config,
         "processor_config.json": _processor_config(),
@@ -102,7 +132,9 @@ def write_sample(folder: Path, size: str, seed: int, layers: int | None = None) 
         write_json(folder / name, data)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     shapes = _vision_shapes(config) | _language_shapes(config["language_config"])
-    save_tensors(folder, shapes, lambda name, shape: _weight(name, shape, seed), sharded=size == "full")
+    alike = language is not None
+    make = partial(_weight, seed=seed, alike=alike)
+    save_tensors(folder, shapes, make, sharded=size == "full", dtype=dtype)
 
 
 def _tokenizer() -> Tokenizer:
@@ -154,7 +186,7 @@ def _processor_config() -> dict[str, Any]:
     }
 
 
-def _config(sizes: _Sizes, tokenizer: Tokenizer) -> dict[str, Any]:
+def _config(sizes: _Sizes, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
     """As in the releases, it names no architecture, and is silent about what is the original's default."""
     vision = {
         "layers": sizes.layers,
@@ -171,17 +203,17 @@ def _config(sizes: _Sizes, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "candidate_resolutions": _resolutions(),
         "global_view_pos": "head",
-        "language_config": _language_config(sizes, tokenizer),
+        "language_config": _language_config(sizes, tokenizer, dtype),
         "model_type": "deepseek_vl_v2",
         "projector_config": projector,
         "tile_tag": "2D",
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
         "transformers_version": "4.38.2",
         "vision_config": vision,
     }
 
 
-def _language_config(sizes: _Sizes, tokenizer: Tokenizer) -> dict[str, Any]:
+def _language_config(sizes: _Sizes, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["DeepseekV2ForCausalLM"],
         "auto_map": {
@@ -194,27 +226,27 @@ def _language_config(sizes: _Sizes, tokenizer: Tokenizer) -> dict[str, Any]:
         "first_k_dense_replace": 1,
         "hidden_size": sizes.out,
         "intermediate_size": sizes.text_inner,
-        "kv_lora_rank": 32 if sizes.mla else None,
+        "kv_lora_rank": sizes.latent if sizes.mla else None,
         "lm_head": True,
         "max_position_embeddings": _CONTEXT,
         "model_type": "deepseek_v2",
         "moe_intermediate_size": sizes.text_inner // 4,
         "n_group": 1,
-        "n_routed_experts": 4,
+        "n_routed_experts": sizes.experts,
         "n_shared_experts": 2,
         "num_attention_heads": sizes.text_heads,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": sizes.chosen,
         "num_hidden_layers": sizes.text_layers,
         "num_key_value_heads": sizes.text_heads,
         "q_lora_rank": None,
-        "qk_nope_head_dim": 32 if sizes.mla else 0,
-        "qk_rope_head_dim": 16 if sizes.mla else 0,
+        "qk_nope_head_dim": sizes.head if sizes.mla else 0,
+        "qk_rope_head_dim": sizes.rope if sizes.mla else 0,
         "rm_head": False,
         "topk_group": 1,
         "topk_method": "noaux_tc" if sizes.sigmoid else "greedy",
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
         "use_mla": sizes.mla,
-        "v_head_dim": 32 if sizes.mla else 0,
+        "v_head_dim": sizes.head if sizes.mla else 0,
         "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64,
     }
     if sizes.sigmoid:
@@ -274,8 +306,13 @@ def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
     return {**up, f"{prefix}down_proj": (hidden, inner)}
 
 
-def _weight(name: str, shape: Shape, seed: int) -> Tensor:
-    """Scales that keep activations near 1, so that every weight has a say in the features and the logits."""
+def _weight(name: str, shape: Shape, seed: int, alike: bool = False) -> Tensor:
+    """Scales that keep activations near 1, so that every weight has a say in the features and the logits.
+
+    Args:
+        alike: whether experts differ little, so that a near tie among them, which other arithmetic decides otherwise,
+            moves logits little too.
+    """
     std, mean = None, 0.0
     if name in ("image_newline", "view_seperator") or name.endswith(("pos_embed", "embed_tokens.weight")):
         std = 0.5  # beside patches and features of about that size
@@ -284,6 +321,9 @@ def _weight(name: str, shape: Shape, seed: int) -> Tensor:
     elif len(shape) == 1 and name.endswith(".weight"):
         mean = 1.0  # a LayerNorm's or RMSNorm's
     weight = random_tensor(name, shape, seed, mean, std)
+    if alike and ".experts." in name:
+        common = random_tensor(_EXPERT.sub(".experts.", name), shape, seed, mean, std)
+        weight = common.mul_((1 - _DIFFERENT**2) ** 0.5).add_(weight.mul_(_DIFFERENT))
     if name.endswith("attn.qkv.weight"):
         weight[: 2 * shape[1]] *= _QUERY_KEY_GAIN
     return weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -27,7 +28,6 @@ Merge = tuple[str, str]
 SPACE = "▁"
 LONGEST_RUN = 31
 SHARD_BYTES = 1 << 28
-_FLOAT32_BYTES = 4
 
 # The most common first: of two merges that overlap the earlier wins.
 _WORD_LIST = """
@@ -45,7 +45,14 @@ where white who will window work would write year yellow yes you
 _WORDS = _WORD_LIST.split()
 
 
-def write_sample(family: str, folder: Path, size: str = "tiny", seed: int = 0, layers: int | None = None) -> None:
+def write_sample(
+    family: str,
+    folder: Path,
+    size: str = "tiny",
+    seed: int = 0,
+    layers: int | None = None,
+    language: str | None = None,
+) -> None:
     """Write a synthetic Hugging Face checkpoint. `folder` appears whole or not at all.
 
     Args:
@@ -54,9 +61,10 @@ def write_sample(family: str, folder: Path, size: str = "tiny", seed: int = 0, l
         size: ``tiny`` and ``small`` have a narrow tower, ``full`` the family's real one, in several shards.
         seed: other seeds give other weights; the same seed gives the same bytes.
         layers: of the vision tower, where not as many as the size has: a full-width tower that is quick to measure.
+        language: another language half, of the families that have several.
 
     Raises:
-        UnsupportedModelError: unknown family or size, or no layers.
+        UnsupportedModelError: unknown family, size or language half, or no layers.
         BuildError: something stands at `folder` already, or it cannot be written (disk full, no permission).
     """
     from safetensors import SafetensorError
@@ -66,9 +74,12 @@ def write_sample(family: str, folder: Path, size: str = "tiny", seed: int = 0, l
     if layers is not None and layers < 1:
         raise UnsupportedModelError(f"a vision tower of {layers} layers, expected at least 1")
     write = load(family_from_name(family).sample)
+    options = {"layers": layers, "language": language}
+    if language is not None and "language" not in inspect.signature(write).parameters:
+        raise UnsupportedModelError(f"{family} has one language half, got {language!r}: leave it out")
     try:
         with folder_in_one_step(folder.resolve()) as temporary:
-            write(temporary, size, seed, **({} if layers is None else {"layers": layers}))
+            write(temporary, size, seed, **{name: value for name, value in options.items() if value is not None})
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         raise BuildError(f"the sample could not be written to {folder}: {error}") from error
 
@@ -92,9 +103,14 @@ def random_tensor(name: str, shape: Shape, seed: int, mean: float = 0.0, std: fl
 
 
 def save_tensors(
-    folder: Path, shapes: Mapping[str, Shape], make: Callable[[str, Shape], Tensor], *, sharded: bool
+    folder: Path,
+    shapes: Mapping[str, Shape],
+    make: Callable[[str, Shape], Tensor],
+    *,
+    sharded: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Make and save float32 tensors: one file, or shards with an index; one shard at a time is in memory."""
+    """Make and save tensors: one file, or shards with an index; one shard at a time is in memory."""
     from safetensors.torch import save_file
 
     files = {SINGLE: list(shapes)}
@@ -103,10 +119,10 @@ def save_tensors(
         files = {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, 1)}
     for file, names in files.items():
         # A metadata entry without which transformers refuses the file.
-        save_file({name: make(name, shapes[name]) for name in names}, folder / file, {"format": "pt"})
+        save_file({name: make(name, shapes[name]).to(dtype) for name in names}, folder / file, {"format": "pt"})
         (folder / file).chmod(0o644)  # safetensors writes 0600
     if sharded:
-        size = sum(map(prod, shapes.values())) * _FLOAT32_BYTES
+        size = sum(map(prod, shapes.values())) * dtype.itemsize
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / INDEX, index)
@@ -116,7 +132,7 @@ def _shards(shapes: Mapping[str, Shape]) -> Iterator[list[str]]:
     names: list[str] = []
     filled = 0
     for name, shape in shapes.items():
-        size = prod(shape) * _FLOAT32_BYTES
+        size = prod(shape) * torch.float32.itemsize
         if names and filled + size > SHARD_BYTES:
             yield names
             names, filled = [], 0

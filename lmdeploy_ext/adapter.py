@@ -210,12 +210,12 @@ def quiet_refusals() -> None:
     engine._raise_exception_on_finish = lambda task: task.cancelled() or task.exception()
 
 
-def patch_backend_choice(refusal: Callable[[str], str | None]) -> None:
+def patch_backend_choice(refusal: Callable[[str, Mapping[str, Any]], str | None]) -> None:
     """Refuse where LMDeploy would silently fall back from TurboMind to its PyTorch engine.
 
     Args:
-        refusal: gives the message for an architecture of the table of families that TurboMind has no language model
-            for, else None.
+        refusal: gives the message for an architecture of the table of families, and a config of it, that TurboMind
+            cannot run, else None.
     """
     from lmdeploy import archs
 
@@ -224,7 +224,7 @@ def patch_backend_choice(refusal: Callable[[str], str | None]) -> None:
     @functools.wraps(choose)
     def choose_or_refuse(model_path: str, *args: Any, **kwargs: Any) -> str:
         config = archs.get_model_arch(model_path, *args, **kwargs)[1].to_dict()
-        message = refusal(architecture_from_config(config) or "")
+        message = refusal(architecture_from_config(config) or "", config)
         if message:
             raise UnsupportedBackendError(message)
         return choose(model_path, *args, **kwargs)
@@ -233,7 +233,7 @@ def patch_backend_choice(refusal: Callable[[str], str | None]) -> None:
 
 
 def patch_pipeline_config(prepare: Callable[[str, Any], Any]) -> None:
-    """Let `prepare` have a say in the engine config that a pipeline starts LMDeploy's PyTorch engine with.
+    """Let `prepare` have a say in the engine config that a pipeline starts one of LMDeploy's engines with.
 
     Args:
         prepare: gives the config to use for a model folder and a config.
@@ -244,7 +244,7 @@ def patch_pipeline_config(prepare: Callable[[str, Any], Any]) -> None:
     @functools.wraps(choose)
     def choose_and_prepare(model_path: str, *args: Any, **kwargs: Any) -> tuple[str, Any]:
         backend, config = choose(model_path, *args, **kwargs)
-        return backend, prepare(model_path, config) if backend == "pytorch" else config
+        return backend, prepare(model_path, config)
 
     pipeline.autoget_backend_config = choose_and_prepare
 
@@ -296,10 +296,9 @@ def start_server(options: Any, prepare: Callable[[str, Any], Any]) -> None:
 
     Args:
         options: what `server_parser` made of its arguments.
-        prepare: gives the config to start LMDeploy's PyTorch engine with, for a model folder and a config.
+        prepare: gives the config to start LMDeploy's engine with, for a model folder and a config.
     """
     from lmdeploy.cli.serve import SubCliServe
-    from lmdeploy.messages import PytorchEngineConfig
 
     # One process, or one for each of several groups of GPUs.
     starts = {"api_server": "serve", "launch_server": "launch_server"}
@@ -310,9 +309,7 @@ def start_server(options: Any, prepare: Callable[[str, Any], Any]) -> None:
         def prepared(start: Callable[..., None]) -> Callable[..., None]:
             def start_prepared(*args: Any, backend_config: Any, **kwargs: Any) -> None:
                 originals.close()  # a server runs long, and this was for its start
-                if isinstance(backend_config, PytorchEngineConfig):
-                    backend_config = prepare(options.model_path, backend_config)
-                start(*args, backend_config=backend_config, **kwargs)
+                start(*args, backend_config=prepare(options.model_path, backend_config), **kwargs)
 
             return start_prepared
 

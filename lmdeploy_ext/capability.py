@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from turbovit.engines.families import load
+from turbovit.lmdeploy_ext.turbomind_models import NEVER_RUN
+from turbovit.lmdeploy_ext.turbomind_models.kernels import kernels
+from turbovit.lmdeploy_ext.turbomind_models.models import LANGUAGE_HALVES, LanguageHalf
+from turbovit.lmdeploy_ext.turbomind_models.parts import part_problems
 
 State = Literal["have", "missing", "unknown"]
 
@@ -29,10 +36,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Finding:
-    """A need and whether it is met."""
+    """A need, whether it is met, and what there is to say about that."""
 
     what: str
     state: State
+    detail: str = ""
 
 
 _QWEN3_VL = (
@@ -43,9 +51,12 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "Gemma3ForConditionalGeneration": (
         Need("norms behind attention and feed-forward", ("post_feedforward_layernorm", "post_ffn_norm")),
         Need("attention in both directions within an image", ("bidirectional", "token_type_ids")),
+        Need("a rope for each kind of layer", ("rope_local_base_freq", "local_rope")),
+        Need("GeGLU", ("'gelu'", "geglu", "gelu_pytorch_tanh")),
     ),
     "Llama4ForConditionalGeneration": (
-        Need("attention in chunks, with layers without rope between", ("attention_chunk_size", "no_rope_layers")),
+        Need("attention in chunks", ("attention_chunk_size",)),
+        Need("layers without rope", ("no_rope_layers", "use_rope")),
         Need("experts whose input is scaled by the router", ("scale_input", "router_scale_input", "input_scale_moe")),
     ),
     "DeepseekVLV2ForCausalLM": (
@@ -57,32 +68,43 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 
 
-def language_findings(architecture: str) -> tuple[Finding, ...]:
+def language_findings(architecture: str, config: Mapping[str, Any] | None = None) -> tuple[Finding, ...]:
     """What the installed TurboMind has of the language half of `architecture`.
 
-    The first finding is whether it has a language model for it at all; without LMDeploy all are ``unknown``.
+    The first finding is whether it has a language model for it at all, LMDeploy's own or ours; without LMDeploy all
+    are ``unknown``.
+
+    Args:
+        config: a checkpoint's; given, what it asks for is looked at too, where the language model is ours.
     """
     folder = _turbomind_folder()
-    model = f"a language model for {architecture}"
     embeddings = "features from Python at prompt positions"
     needs = NEEDS.get(architecture, ())
     if folder is None:
+        model = f"a language model for {architecture}"
         return tuple(Finding(what, "unknown") for what in (model, embeddings, *(need.what for need in needs)))
-    has_model = architecture in _supported_architectures(folder)
     request = _request_names(folder)
     has_embeddings = {"input_embeddings", "input_embedding_ranges"} <= request
     places = {"source": _sources(folder), "request": request}
     return (
-        Finding(model, state_of(has_model)),
+        _language_model(architecture, folder),
         Finding(embeddings, state_of(has_embeddings)),
         *(Finding(need.what, state_of(any(sign in places[need.where] for sign in need.signs))) for need in needs),
+        *(_config_findings(architecture, config, folder) if config is not None else ()),
     )
 
 
-def turbomind_refusal(architecture: str) -> str | None:
-    """Why TurboMind cannot run an architecture that turbovit serves, and what can; None where it can, or the
-    architecture is none of ours."""
-    lacks = turbomind_lacks(architecture)
+def own_language_half(architecture: str) -> LanguageHalf | None:
+    """Our language half that TurboMind runs for `architecture`; None where LMDeploy has one, or there is none."""
+    folder = _turbomind_folder()
+    has_own = folder is not None and architecture in _supported_architectures(folder)
+    return None if has_own else LANGUAGE_HALVES.get(architecture)
+
+
+def turbomind_refusal(architecture: str, config: Mapping[str, Any] | None = None) -> str | None:
+    """Why TurboMind cannot run a model that turbovit serves, and what can; None where it can, or the architecture is
+    none of ours."""
+    lacks = turbomind_lacks(architecture, config)
     if lacks is None:
         return None
     return (
@@ -92,14 +114,36 @@ def turbomind_refusal(architecture: str) -> str | None:
     )
 
 
-def turbomind_lacks(architecture: str) -> str | None:
+def turbomind_lacks(architecture: str, config: Mapping[str, Any] | None = None) -> str | None:
     """What of the language half the installed TurboMind lacks, in a sentence; None where nothing, or not ours."""
     if architecture not in NEEDS:
         return None
-    missing = [finding.what for finding in language_findings(architecture) if finding.state != "have"]
+    missing = [finding for finding in language_findings(architecture, config) if finding.state != "have"]
     if not missing:
         return None
-    return f"the installed LMDeploy's TurboMind cannot run {architecture}: it lacks {'; '.join(missing)}"
+    named = (f"{finding.what} ({finding.detail})" if finding.detail else finding.what for finding in missing)
+    return f"the installed LMDeploy's TurboMind cannot run {architecture}: it lacks {'; '.join(named)}"
+
+
+def _language_model(architecture: str, folder: Path) -> Finding:
+    what, half = f"a language model for {architecture}", own_language_half(architecture)
+    supported = _supported_architectures(folder)
+    if half is None:
+        return Finding(what, state_of(architecture in supported))
+    problems = part_problems(folder)
+    if half.key in supported:
+        problems = [f"LMDeploy has a {half.key} of its own"]
+    if problems:
+        return Finding(what, "missing", f"turbovit's own does not fit this LMDeploy: {'; '.join(problems)}")
+    return Finding(what, "have", f"turbovit's own: {NEVER_RUN}")
+
+
+def _config_findings(architecture: str, config: Mapping[str, Any], folder: Path) -> tuple[Finding, ...]:
+    half = own_language_half(architecture)
+    if half is None:
+        return ()
+    problems = load(f"{half.limits}:config_problems")(config, kernels(folder))
+    return (Finding("what this model's config asks for", state_of(not problems), "; ".join(problems)),)
 
 
 def state_of(there: bool) -> State:

@@ -8,33 +8,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from turbovit.engines.errors import CheckpointError, UnsupportedBackendError, UnsupportedModelError
-from turbovit.engines.families import FamilyRow, family_from_architecture
+from turbovit.engines.families import FamilyRow, family_from_architecture, load
 from turbovit.lmdeploy_ext.bundle_choice import COMPILED_VISION_VARIABLE, bundle_folder
+from turbovit.lmdeploy_ext.capability import own_language_half
+from turbovit.lmdeploy_ext.memory import capabilities
 from turbovit.lmdeploy_ext.pytorch_engine import CUSTOM_MODULE_MAP_FILE, has_compiled_vision
+from turbovit.lmdeploy_ext.turbomind_models import NEVER_RUN
 
 _VARIABLES = "TURBOVIT_"  # what the names of turbovit's environment variables begin with
 
 
 def prepared_engine_config(model: str, config: Any) -> Any:
-    """The config to start LMDeploy's PyTorch engine with, so that it runs the compiled vision tower of `model`.
+    """The config to start LMDeploy's engine with; its PyTorch engine's runs the compiled vision tower of `model`.
 
-    `config` itself where the model is none of ours, its vision half is not wanted (``language_model_only``), or
-    ``TURBOVIT_COMPILED_VISION=0``.
+    `config` itself for TurboMind, and where the model is none of ours, its vision half is not wanted
+    (``language_model_only``), or ``TURBOVIT_COMPILED_VISION=0``.
 
     Args:
         model: a checkpoint folder.
-        config: a `PytorchEngineConfig`.
+        config: a `PytorchEngineConfig` or `TurbomindEngineConfig`.
 
     Raises:
         BundleError: no bundle fits the model; gives the command that builds one.
-        UnsupportedBackendError: the config asks for what a compiled tower cannot do.
+        UnsupportedBackendError: the config asks for what a compiled tower, or a language half of ours, cannot do.
     """
+    from lmdeploy.messages import TurbomindEngineConfig
+
+    if isinstance(config, TurbomindEngineConfig):
+        check_turbomind_start(model, config)
+        return config
     off = os.environ.get(COMPILED_VISION_VARIABLE) == "0"
     if off or config.language_model_only or isinstance(config, _config_class()) or served_family(model) is None:
         return config
@@ -51,6 +60,31 @@ def prepared_engine_config(model: str, config: Any) -> Any:
         )
     bundle_folder(model)  # here, where its error is seen, and not in a child
     return _config_from_values({**vars(config), "custom_module_map": str(CUSTOM_MODULE_MAP_FILE)})
+
+
+def check_turbomind_start(model: str, config: Any) -> None:
+    """Say what is to know of a language half of ours, where TurboMind is about to start with one.
+
+    Raises:
+        UnsupportedBackendError: it has no kernels for its dtype on a GPU here.
+    """
+    from turbovit.export.checkpoint import open_checkpoint
+
+    if served_family(model) is None:
+        return
+    checkpoint = open_checkpoint(model)
+    half = own_language_half(str(checkpoint.architecture))
+    if half is None:
+        return
+    for capability in sorted(capabilities(config.devices)):
+        dtype = load(f"{half.limits}:dtype_on")(capability, config.dtype, checkpoint.config.get("torch_dtype"))
+        problem = load(f"{half.limits}:dtype_problem")(dtype, capability)
+        if problem:
+            raise UnsupportedBackendError(problem)
+    logging.getLogger("turbovit").warning(
+        f"TurboMind with turbovit's own language half, which {NEVER_RUN}. The other route is LMDeploy's PyTorch "
+        f"engine (--backend pytorch)"
+    )
 
 
 def served_family(model: str | Path) -> FamilyRow | None:

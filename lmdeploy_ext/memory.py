@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +83,15 @@ def gpus() -> list[GpuMemory]:
         GpuMemory(torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index))
         for index in range(torch.cuda.device_count())
     ]
+
+
+def capabilities(devices: Sequence[int] | None = None) -> set[tuple[int, int]]:
+    """The compute capabilities of the GPUs that torch sees, or of some of them."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    chosen = range(count) if devices is None else devices
+    return {torch.cuda.get_device_capability(index) for index in chosen if index < count}
 
 
 def _tensor_bytes(path: Path) -> dict[str, int]:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from turbovit.engines.bundle import Bundle, Engine, open_bundle
 from turbovit.engines.commands import build_command, serve_command
 from turbovit.engines.errors import TurbovitError
 from turbovit.engines.families import FamilyRow, family_from_architecture, load
 from turbovit.lmdeploy_ext.bundle_choice import BUNDLE_VARIABLE
-from turbovit.lmdeploy_ext.capability import State, language_findings, turbomind_lacks
+from turbovit.lmdeploy_ext.capability import State, language_findings, own_language_half, turbomind_lacks
 from turbovit.lmdeploy_ext.chat_template import NO_TEMPLATE
 from turbovit.lmdeploy_ext.diagnosis import Diagnosis
-from turbovit.lmdeploy_ext.memory import WeightBytes, engine_bytes, gpus, host_memory, text_from_bytes, weight_bytes
+from turbovit.lmdeploy_ext.memory import (
+    WeightBytes,
+    capabilities,
+    engine_bytes,
+    gpus,
+    host_memory,
+    text_from_bytes,
+    weight_bytes,
+)
 from turbovit.lmdeploy_ext.pytorch_capability import pytorch_findings, pytorch_refusal
+from turbovit.lmdeploy_ext.turbomind_models import NEVER_RUN
+from turbovit.lmdeploy_ext.turbomind_models.models import LanguageHalf
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 _KV_CACHE_ROOM = 0.9  # of the free memory; what LMDeploy leaves of it becomes KV cache
@@ -38,9 +49,10 @@ def diagnose_model(model: str) -> Iterator[Diagnosis]:
     yield from _chat_template(family, checkpoint.folder)
     bundles: list[Bundle] = []
     yield from _vision_half(model, bundles)
-    yield from _turbomind(architecture)
+    yield from _turbomind(architecture, checkpoint.config, bool(bundles))
     yield from _pytorch(model, architecture, bool(bundles))
-    yield from _memory(model, weight_bytes(checkpoint.folder, load(family.tower).is_checkpoint_vision), bundles)
+    weights = weight_bytes(checkpoint.folder, load(family.tower).is_checkpoint_vision)
+    yield from _memory(model, weights, bundles, _folded_bytes(architecture, checkpoint.config))
 
 
 def _chat_template(family: FamilyRow, folder: Path) -> Iterator[Diagnosis]:
@@ -112,19 +124,44 @@ def _engine_here(engine: Engine) -> tuple[State, str]:
     return "missing", "; ".join(reasons)
 
 
-def _turbomind(architecture: str) -> Iterator[Diagnosis]:
+def _turbomind(architecture: str, config: Mapping[str, Any], has_bundle: bool) -> Iterator[Diagnosis]:
     section = "TurboMind language half"
-    yield from (Diagnosis(section, finding.what, finding.state) for finding in language_findings(architecture))
+    for finding in language_findings(architecture, config):
+        yield Diagnosis(section, finding.what, finding.state, finding.detail)
     if not _has_lmdeploy():
         return
     from turbovit.lmdeploy_ext import adapter
 
     problem = adapter.turbomind_problem()
     yield Diagnosis(section, "TurboMind's CUDA extension", "missing" if problem else "have", problem or "")
-    lacks = turbomind_lacks(architecture)
+    lacks = turbomind_lacks(architecture, config)
+    half = own_language_half(architecture)
     if lacks:
         detail = f"{lacks}; its requests are built and checked, its answers are not to be had"
         yield Diagnosis(section, f"{architecture} end to end", "missing", detail)
+    elif half is not None:
+        yield from _dtypes(half, config.get("torch_dtype"))
+        there = {"its CUDA extension": not problem, "a CUDA device": bool(gpus()), "a bundle": has_bundle}
+        needed = " and ".join(what for what, is_there in there.items() if not is_there)
+        detail = f"it needs {needed} besides" if needed else f"with turbovit's own language half, which {NEVER_RUN}"
+        yield Diagnosis(section, f"{architecture} end to end", "missing" if needed else "have", detail)
+
+
+def _dtypes(half: LanguageHalf, stored: str | None) -> Iterator[Diagnosis]:
+    """What TurboMind would compute in on each kind of GPU here."""
+    for capability in sorted(capabilities()):
+        dtype = load(f"{half.limits}:dtype_on")(capability, "auto", stored)
+        problem = load(f"{half.limits}:dtype_problem")(dtype, capability)
+        what = f"kernels for compute capability {capability[0]}.{capability[1]}"
+        yield Diagnosis("TurboMind language half", what, "missing" if problem else "have", problem or dtype)
+
+
+def _folded_bytes(architecture: str, config: Mapping[str, Any]) -> int:
+    """What TurboMind's form of the language half takes beyond what is stored; 0 where TurboMind does not run it."""
+    half = own_language_half(architecture)
+    if half is None or turbomind_lacks(architecture, config):
+        return 0
+    return int(load(f"{half.limits}:folded_bytes")(config))
 
 
 def _pytorch(model: str, architecture: str, has_bundle: bool) -> Iterator[Diagnosis]:
@@ -149,7 +186,7 @@ def _has_lmdeploy() -> bool:
     return importlib.util.find_spec("lmdeploy") is not None
 
 
-def _memory(model: str, weights: WeightBytes | None, bundles: list[Bundle]) -> Iterator[Diagnosis]:
+def _memory(model: str, weights: WeightBytes | None, bundles: list[Bundle], folded: int = 0) -> Iterator[Diagnosis]:
     engines = [engine_bytes(bundle, engine) for bundle in bundles[:1] for engine in bundle.manifest.engines]
     vision = max(engines, default=weights.vision if weights else 0)
     available, total = host_memory()
@@ -161,8 +198,10 @@ def _memory(model: str, weights: WeightBytes | None, bundles: list[Bundle]) -> I
     if weights is None:
         yield Diagnosis("memory", what, "unknown", "the weights of the language half are not here")
         return
-    language = weights.language
-    parts = f"language half {text_from_bytes(language)} as stored, vision engine {text_from_bytes(vision)}"
+    language = weights.language + folded
+    stored = f"language half {text_from_bytes(weights.language)} as stored"
+    added = f" and {text_from_bytes(folded)} that TurboMind's form of its attention adds" if folded else ""
+    parts = f"{stored}{added}, vision engine {text_from_bytes(vision)}"
     needs = f"needs {text_from_bytes(language + vision)} ({parts}), and room for the KV cache"
     here = gpus()
     if not here:

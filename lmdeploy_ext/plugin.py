@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ _installed = False
 def install() -> None:
     """Make LMDeploy of this process use the compiled vision models. A second call does nothing.
 
-    Replaces the families' classes in LMDeploy's registry, its image loading and the steps around its prompts. Where
-    TurboMind cannot run the architecture, a pipeline then refuses instead of falling back in silence; one with a
-    `PytorchEngineConfig` runs the compiled vision tower (``TURBOVIT_COMPILED_VISION=0`` leaves it as LMDeploy has it).
+    Replaces the families' classes in LMDeploy's registry, its image loading and the steps around its prompts, and
+    gives TurboMind the language halves that it lacks and we have. Where TurboMind cannot run the model, a pipeline
+    then refuses instead of falling back in silence; one with a `PytorchEngineConfig` runs the compiled vision tower
+    (``TURBOVIT_COMPILED_VISION=0`` leaves it as LMDeploy has it).
 
     Raises:
         RuntimeUnavailableError: LMDeploy is not installed, or not built as it was in 0.18.
@@ -25,10 +27,10 @@ def install() -> None:
     if _installed:
         return
     from turbovit.lmdeploy_ext import adapter, deepseek_vl2_config, media_adapter
-    from turbovit.lmdeploy_ext.capability import turbomind_refusal
     from turbovit.lmdeploy_ext.chat_template import template_refusal
     from turbovit.lmdeploy_ext.engine_config import prepared_engine_config
     from turbovit.lmdeploy_ext.pytorch_engine import adapter as engine_adapter
+    from turbovit.lmdeploy_ext.turbomind_models import adapter as turbomind_adapter
 
     problems = adapter.check(adapter.PRIVATE_PARTS | media_adapter.PRIVATE_PARTS)
     if problems:
@@ -43,10 +45,11 @@ def install() -> None:
     adapter.patch_chat_template(template_refusal)
     adapter.quiet_refusals()
     adapter.patch_bare_ids(compiled_model)
-    adapter.patch_backend_choice(turbomind_refusal)
+    adapter.patch_backend_choice(turbomind_start_refusal)
     adapter.patch_pipeline_config(prepared_engine_config)
     engine_adapter.patch_vision_loading(require_engine_parts)
     engine_adapter.patch_module_map()
+    turbomind_adapter.register()
     _installed = True
 
 
@@ -56,6 +59,21 @@ def compiled_model(image_encoder: Any) -> Any:
 
     model = getattr(image_encoder, "model", None)
     return model if isinstance(model, CompiledVisionModel) and model.compiled else None
+
+
+def turbomind_start_refusal(architecture: str, config: Mapping[str, Any]) -> str | None:
+    """Why TurboMind cannot start with a model of ours on this machine; None where it can, or it is none of ours."""
+    from turbovit.lmdeploy_ext import adapter
+    from turbovit.lmdeploy_ext.capability import own_language_half, turbomind_refusal
+
+    refusal = turbomind_refusal(architecture, config)
+    problem = adapter.turbomind_problem() if refusal is None and own_language_half(architecture) else None
+    if problem is None:
+        return refusal
+    return (
+        f"LMDeploy's TurboMind cannot be loaded here: {problem}. The other route is LMDeploy's PyTorch engine: "
+        f"pipeline(..., backend_config=PytorchEngineConfig()) or turbovit serve ... --backend pytorch"
+    )
 
 
 def require_engine_parts() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,12 +57,13 @@ def serve(
     """
     from turbovit.export.checkpoint import open_checkpoint
 
-    architecture = str(open_checkpoint(model).architecture)
+    checkpoint = open_checkpoint(model)
+    architecture = str(checkpoint.architecture)
     family_from_architecture(architecture)
     _require_lmdeploy()
     options = _parsed(model, arguments)
     options.allowed_media_domains = _allowed_media(options.allowed_media_domains, local_media)
-    options.backend = _backend(architecture, backend, compiled_vision, report)
+    options.backend = _backend(architecture, checkpoint.config, backend, compiled_vision, report)
     _require_device(options)
     options.model_name = options.model_name or model  # as LMDeploy's own command does
     options.model_path = adapter.model_folder(options)
@@ -109,8 +110,13 @@ def _allowed_media(domains: list[str] | None, local_media: Path | None) -> Allow
     return AllowedMedia(domains or (), local_media)
 
 
-def _backend(architecture: str, wanted: str | None, compiled_vision: bool, report: Report) -> str:
-    refusals = {"turbomind": turbomind_refusal, "pytorch": pytorch_refusal}
+def _backend(
+    architecture: str, config: Mapping[str, Any], wanted: str | None, compiled_vision: bool, report: Report
+) -> str:
+    refusals: dict[str, Callable[[], str | None]] = {
+        "turbomind": lambda: turbomind_refusal(architecture, config),
+        "pytorch": lambda: pytorch_refusal(architecture),
+    }
     if wanted is not None and wanted not in refusals:
         raise UsageError(f"unknown backend {wanted!r}; available: {', '.join(refusals)}")
     if wanted == "turbomind" and not compiled_vision:
@@ -118,9 +124,9 @@ def _backend(architecture: str, wanted: str | None, compiled_vision: bool, repor
             "--no-compiled-vision goes with --backend pytorch: for TurboMind, LMDeploy has no vision half of its own "
             "for this model"
         )
-    lacks = turbomind_lacks(architecture)
+    lacks = turbomind_lacks(architecture, config)
     chosen = wanted or ("pytorch" if lacks or not compiled_vision else "turbomind")
-    refusal = refusals[chosen](architecture)
+    refusal = refusals[chosen]()
     if refusal:
         raise UnsupportedBackendError(refusal)
     report(f"backend: {chosen}{f' ({lacks})' if lacks and not wanted else ''}")
@@ -131,7 +137,9 @@ def _require_device(options: Any) -> None:
     if options.backend == "turbomind":
         problem = adapter.turbomind_problem()
         if problem:
-            raise RuntimeUnavailableError(f"LMDeploy's TurboMind cannot be loaded here: {problem}")
+            raise RuntimeUnavailableError(
+                f"LMDeploy's TurboMind cannot be loaded here: {problem}. The other route is --backend pytorch"
+            )
     elif options.device == "cuda" and not gpus():
         raise RuntimeUnavailableError(
             "LMDeploy's PyTorch engine runs language models on a GPU, and torch sees no CUDA device here. Without "

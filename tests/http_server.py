@@ -171,7 +171,7 @@ def machine_that_can(keep_engine: Callable[[FakeEngine], None]) -> Iterator[None
 
     changes = [
         patch.dict(os.environ),  # a server leaves settings behind
-        patch.object(capability, "language_findings", lambda _: (capability.Finding("all", "have"),)),
+        patch.object(capability, "language_findings", lambda *_: (capability.Finding("all", "have"),)),
         patch.object(serve, "_require_device", lambda options: None),
         patch("lmdeploy.turbomind.is_available", lambda: True),
         patch("lmdeploy.turbomind.supported_models.is_supported", lambda *_, **__: True),

@@ -71,12 +71,16 @@ def sample(
     size: Annotated[str, typer.Option(help="tiny, small or full.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
     layers: Annotated[int | None, typer.Option(help="Of the vision tower; by default as many as the size has.")] = None,
+    language: Annotated[
+        str | None,
+        typer.Option(help="deepseek_vl2: mha, mla or base, a tiny language half that TurboMind takes, in bfloat16."),
+    ] = None,
 ) -> None:
     """Write a synthetic checkpoint: real geometry, random weights, its own tokenizer."""
     from turbovit.export.samples import write_sample
 
     with err.status(f"writing a {size} {family} checkpoint"):
-        write_sample(family, directory, size, seed, layers)
+        write_sample(family, directory, size, seed, layers, language)
     out.print(f"{family} ({size}) written to {escape(str(directory))}", soft_wrap=True)
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from tower_checks import read, tower_from
 
 from turbovit.benchmarks.reference_deepseek_vl2 import DeepseekVL2Reference
-from turbovit.export import sample_deepseek_vl2
+from turbovit.engines.errors import UnsupportedModelError
+from turbovit.export import sample_deepseek_vl2, samples
 from turbovit.export.checkpoint import SINGLE
 from turbovit.export.deepseek_vl2 import DeepseekVL2Tower
 from turbovit.export.sample_deepseek_vl2 import write_sample
@@ -26,7 +27,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tupl
     """Everything of the full size but the weights, and their shapes."""
     folder, shapes = tmp_path_factory.mktemp("full"), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_deepseek_vl2, "save_tensors", lambda _, given, make, sharded: shapes.update(given))
+        patch.setattr(sample_deepseek_vl2, "save_tensors", lambda _, given, make, **__: shapes.update(given))
         write_sample(folder, "full", 0)
     return folder, shapes
 
@@ -167,8 +168,40 @@ def test_text_comes_back_as_it_went_in(text: str, tiny_deepseek_vl2: Path) -> No
     assert tokenizer(text)["input_ids"] == ids  # BOS is not the tokenizer's to add, in transformers 5
 
 
-def test_experts_chosen_by_sigmoid_are_beyond_the_reference(full: tuple[Path, dict[str, Any]]) -> None:
+def test_experts_chosen_in_other_ways_are_beyond_the_reference(full: tuple[Path, dict[str, Any]]) -> None:
     from turbovit.benchmarks.reference_deepseek_vl2 import _language
 
-    with pytest.raises(NotImplementedError, match="noaux_tc"):
-        _language(read(full[0] / "config.json")["language_config"], {})
+    text = read(full[0] / "config.json")["language_config"]
+    for other in ({"topk_method": "group_limited_greedy"}, {"scoring_func": "softmax"}):
+        with pytest.raises(NotImplementedError, match=r"choose no experts so"):
+            _language({**text, **other}, {})
+
+
+@pytest.mark.parametrize("language", ["mha", "mla", "base"])
+def test_a_language_half_for_turbomind_is_as_released_but_tiny(language: str, tmp_path: Path, data: Path) -> None:
+    """Released configs leave entries to the code; ours name them, so only what a released one names is compared."""
+    from turbovit.lmdeploy_ext.turbomind_models.limits import LATENT, ROPE, language_config
+
+    write_sample(tmp_path, "tiny", 0, language=language)
+    name = {"mha": "deepseek-vl2-tiny", "mla": "deepseek-vl2-small", "base": "deepseek-vl2"}[language]
+    text, given = (language_config(read(folder / "config.json")) for folder in (tmp_path, released(data, name)))
+    kinds = ("use_mla", "q_lora_rank", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor")
+    kinds += ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "n_group", "first_k_dense_replace")
+    assert {kind: getattr(text, kind) for kind in kinds} == {kind: getattr(given, kind) for kind in kinds}
+    assert not text.use_mla or (text.kv_lora_rank, text.qk_rope_head_dim, text.v_head_dim) == (LATENT, ROPE, 128)
+    assert text.use_mla or text.hidden_size // text.num_attention_heads == 128
+    tensors = load_file(tmp_path / SINGLE)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert read(tmp_path / "config.json")["torch_dtype"] == "bfloat16"
+    assert sum(tensor.nbytes for tensor in tensors.values()) < 16e6
+
+
+def test_an_unknown_language_half_is_refused(tmp_path: Path) -> None:
+    for family, message in (("deepseek_vl2", "available: mha, mla, base"), ("gemma3", "gemma3 has one language half")):
+        with pytest.raises(UnsupportedModelError, match=message):
+            samples.write_sample(family, tmp_path / "x", language="mqa")
+    assert not (tmp_path / "x").exists()
+
+
+def released(data: Path, name: str) -> Path:
+    return data / "realdata/deepseek_vl2" / name

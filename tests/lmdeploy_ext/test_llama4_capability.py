@@ -19,7 +19,8 @@ from turbovit.lmdeploy_ext.capability import language_findings, turbomind_refusa
 ARCHITECTURE = "Llama4ForConditionalGeneration"
 MISSING = (
     f"a language model for {ARCHITECTURE}",
-    "attention in chunks, with layers without rope between",
+    "attention in chunks",
+    "layers without rope",
     "experts whose input is scaled by the router",
 )
 EMBEDDINGS = "features from Python at prompt positions"

@@ -187,5 +187,5 @@ def test_turbomind_is_taken_once_it_can(tiny_gemma3: Path, monkeypatch: pytest.M
 
     from turbovit.lmdeploy_ext import capability
 
-    monkeypatch.setattr(capability, "language_findings", lambda _: (capability.Finding("all", "have"),))
+    monkeypatch.setattr(capability, "language_findings", lambda *_: (capability.Finding("all", "have"),))
     assert archs.autoget_backend(str(tiny_gemma3)) == archs.autoget_backend.__wrapped__(str(tiny_gemma3))

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ def tell_torch_of_a_device() -> None:
     """What LMDeploy asks torch before and while it hands weights to the engine, answered for host memory."""
     torch.cuda.device = lambda index: contextlib.nullcontext()
     torch.cuda.device_count = lambda: 1
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(name="stand-in", major=8, minor=0)
     torch.cuda.mem_get_info = lambda *_: (FREE_BYTES, FREE_BYTES)
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
 
@@ -37,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--prepare", action="append", default=[])
     parser.add_argument("target")
-    parser.add_argument("arguments", nargs="*")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if STAND_INS in os.environ:
         tell_torch_of_a_device()
