@@ -30,12 +30,14 @@ def main(sent: str, received: str) -> None:
 
 
 def run(job: Job) -> list[list[Answer]]:
+    from lmdeploy import turbomind
     from lmdeploy.messages import TurbomindEngineConfig
-    from lmdeploy.turbomind import TurboMind
 
+    if not turbomind.is_available():
+        raise RuntimeError("TurboMind's extension did not import: no CUDA driver?") from turbomind._import_error
     config = TurbomindEngineConfig(**{**ENGINE, **job.engine})
     with function_of(job.within)() if job.within else contextlib.nullcontext():
-        engine = TurboMind(str(job.model), engine_config=config)
+        engine = turbomind.TurboMind(str(job.model), engine_config=config)
     try:
         return [asyncio.run(run_round(engine, requests)) for requests in job.rounds]
     finally:
