@@ -212,7 +212,7 @@ def test_image_data_are_never_a_path(data: Any, refused: Refused) -> None:
 def test_a_source_that_is_no_url_is_refused_and_not_quoted(kind: str, source: Any, refused: Refused) -> None:
     for given in (source, {"url": source}):
         words = refused([user({"type": kind, kind: given})])
-        assert words.startswith(f"message 0 (user), {kind.split('_')[0]} 1: ")
+        assert words.startswith(f"message 0 (user), {kind.split('_')[0]} 1")
         assert "secret" not in words
 
 
