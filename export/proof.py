@@ -13,8 +13,16 @@ from PIL import Image
 
 from turbovit.engines.bundle import Bundle, Engine
 from turbovit.engines.encoder import PROCESSOR_FOLDER, TORCH_ENGINE, Encoder, preprocessor_of
-from turbovit.engines.errors import BuildError, CertificationError, CheckpointError, InputError, TurbovitError
+from turbovit.engines.errors import (
+    BuildError,
+    CertificationError,
+    CheckpointError,
+    InputError,
+    RuntimeUnavailableError,
+    TurbovitError,
+)
 from turbovit.engines.preprocessor import Encoded, Pixels, Video
+from turbovit.engines.runner import Runner
 from turbovit.export.certify import open_runner
 
 _SIDE = 64  # of the picture; square, and so the smallest that a family makes of any
@@ -27,7 +35,8 @@ def prove(bundle: Bundle, engines: Sequence[Engine], report: Callable[[str], Non
         engines: of the bundle, with their certificates. Where one failed, that is all there is to know.
 
     Raises:
-        CheckpointError: the processor files cannot be used; or no engine runs here and the checkpoint is gone.
+        CheckpointError: the processor files cannot be used.
+        RuntimeUnavailableError: no engine runs here, and the reference tower's checkpoint is gone.
         BuildError: the bundle's limits leave no room for an image.
         CertificationError: what came out is not finite, or not of the size that a prompt has room for.
     """
@@ -35,10 +44,17 @@ def prove(bundle: Bundle, engines: Sequence[Engine], report: Callable[[str], Non
     passed = [engine for engine in engines if engine.verdict == "passed"]
     failed = any(engine.verdict == "failed" for engine in engines)
     for engine in passed or ([] if failed else [TORCH_ENGINE]):
-        with open_runner(bundle, engine) as runner:
+        with _opened(bundle, engine) as runner:
             report(f"encoding an image with {runner.description}")
             for pixels, encoded in zip(items, Encoder(bundle, runner).encode_pixels(items), strict=True):
                 _check(pixels, encoded, bundle.manifest.facts["hidden"], runner.description)
+
+
+def _opened(bundle: Bundle, engine: Engine) -> Runner:
+    try:
+        return open_runner(bundle, engine)
+    except CheckpointError as error:
+        raise RuntimeUnavailableError(f"no engine of it runs here, and the reference tower neither: {error}") from error
 
 
 def proof_pixels(bundle: Bundle) -> list[Pixels]:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from turbovit import cli
 from turbovit.engines.bundle import Bundle
 from turbovit.engines.errors import BundleError
+from turbovit.export.build import build
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,27 @@ def test_what_verify_finds_rotten_is_never_opened_again(
         assert (run("encode", bundle, picture).code == 2) == still
     assert run("verify", bundle).code == 0
     assert run("encode", bundle, picture).code == 0
+
+
+def test_verify_encodes_an_image_with_what_runs_here(run: Command, tiny_gemma3: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_gemma3, tmp_path / "model")
+    bundle = build(model, tmp_path / "bundle", runtimes=()).bundle
+    without = run("verify", bundle.path)
+    assert without.code == 1  # there is nothing that could pass
+    assert "encoding an image with torch" in without.err
+    shutil.rmtree(model)
+    gone = run("verify", bundle.path)
+    assert gone.code == 1
+    assert "no image was encoded: no engine of it runs here, and the reference tower neither" in gone.err
+    whole = run("verify", build(tiny_gemma3, tmp_path / "whole").bundle.path)
+    assert whole.code == 0
+    assert "encoding an image with onnxruntime" in whole.err
+
+
+def test_nothing_to_do_is_no_error(run: Command, tiny_gemma3: Path, tiny_gemma3_bundle: Bundle) -> None:
+    result = run("build", tiny_gemma3, "-o", tiny_gemma3_bundle.path)
+    assert result.code == 0
+    assert result.out.startswith("up to date, nothing to do:")
 
 
 def test_doctor_names_what_turbomind_lacks(run: Command, tiny_gemma3: Path) -> None:

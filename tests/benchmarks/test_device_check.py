@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from turbovit.benchmarks import contenders, device_case, device_cases, device_check, device_process
@@ -28,7 +29,7 @@ from turbovit.engines.bundle import Bundle
 from turbovit.engines.encoder import TORCH_ENGINE
 from turbovit.engines.errors import CertificationError, RuntimeUnavailableError
 from turbovit.engines.families import FAMILIES
-from turbovit.engines.runner import Runner
+from turbovit.engines.runner import PRECISION_DTYPES, Runner
 from turbovit.export.certify import read_reference
 from turbovit.export.torch_runner import TorchRunner
 
@@ -345,6 +346,27 @@ def test_a_tower_copies_nothing_from_the_host_under_capture(family: str, request
     assert kept.count == 0
     assert first == plain.count
     assert bool(first) == (family in ("llama4", "qwen3_vl"))  # ropes
+
+
+@pytest.mark.parametrize("precision", ["fp32", *HALVES])
+@pytest.mark.parametrize("family", ["gemma3", "llama4", "qwen3_vl", "deepseek_vl2"])
+def test_a_tower_computes_where_its_inputs_lie(family: str, precision: str, request: pytest.FixtureRequest) -> None:
+    """On CUDA tensors that have no data: one from the host among them is an error, as on a GPU."""
+    bundle = request.getfixturevalue(f"tiny_{family}_bundle")
+    tower = torch_runner(bundle, CPU, precision).tower
+    sample, expected = read_reference(bundle)[0]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in tower.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                there = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+                module.register_parameter(name, torch.nn.Parameter(there, requires_grad=False))
+        inputs = {name: torch.empty(t.shape, dtype=t.dtype, device="cuda") for name, t in sample.inputs.items()}
+        outputs = tower.run(inputs)
+        for name, tensor in expected.items():
+            found = outputs[name]
+            assert (found.device.type, found.dtype, found.shape) == ("cuda", PRECISION_DTYPES[precision], tensor.shape)
+        with pytest.raises(RuntimeError, match="two different devices"):
+            tower.run({**inputs, tower.input_names[-1]: sample.inputs[tower.input_names[-1]]})
 
 
 def test_graphs_are_kept_by_shape_and_their_buffers_stay_inside(
