@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from turbovit.benchmarks.agreement import BOUND, Agreement, agreement
-from turbovit.benchmarks.turbomind_side import Answer, Asked, TurboMindSide
+from turbovit.benchmarks.turbomind_side import Answer, Request, TurboMindSide
 
 LANGUAGES = ("mha", "mla", "base")
+NEW_TOKENS = 6
 CHUNK = 256  # tokens of a prefill
 
 Messages = list[dict[str, Any]]
@@ -72,9 +73,9 @@ class Subject:
         bundle = build(checkpoint, folder / f"{language}-bundle").bundle.path
         return cls(checkpoint, LMDeploySide(checkpoint, bundle), DeepseekVL2Reference(checkpoint))
 
-    def request(self, messages: Messages) -> dict[str, Any]:
+    def request(self, messages: Messages) -> Request:
         """What LMDeploy hands to the engine."""
-        return self.side.request(messages)
+        return Request.of(self.side.request(messages), max_new_tokens=NEW_TOKENS, logits=True)
 
     def compare(self, name: str, messages: Messages, answer: Answer) -> Case:
         """An answer beside the whole reference model, which is given the tokens that TurboMind chose."""
@@ -85,6 +86,7 @@ class Subject:
         inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([answer.tokens[:-1]])], dim=1)
         inputs["images_seq_mask"] = inputs["input_ids"][0] == self.reference.image_id
         logits = self.reference.logits(inputs)
+        assert answer.logits is not None
         expected = logits[-len(answer.tokens) :].argmax(dim=1).tolist()
         return Case(name, prompt, answer.tokens, expected, agreement(answer.tokens, answer.logits, logits))
 
@@ -128,8 +130,8 @@ def cases(subject: Subject, names: Sequence[str] = ()) -> Iterator[Case]:
     requests = {name: subject.request(chat) for name, chat in chats.items()}
     with TurboMindSide(subject.checkpoint) as turbomind:
         together = list(chats)[:4]
-        answers = dict(zip(together, turbomind.answers([Asked(requests[name]) for name in together]), strict=True))
-        answers |= {name: turbomind.answers([Asked(requests[name])])[0] for name in chats if name not in together}
+        answers = dict(zip(together, turbomind.answers([requests[name] for name in together]), strict=True))
+        answers |= {name: turbomind.answers([requests[name]])[0] for name in chats if name not in together}
         for name, chat in chats.items():
             yield subject.compare(name, chat, answers[name])
         if not names:
@@ -138,29 +140,23 @@ def cases(subject: Subject, names: Sequence[str] = ()) -> Iterator[Case]:
     if not names:
         with TurboMindSide(subject.checkpoint, max_prefill_token_num=CHUNK) as turbomind:
             name = "adjacent images"
-            (answer,) = turbomind.answers([Asked(requests[name])])
+            (answer,) = turbomind.answers([requests[name]])
             yield subject.compare(f"{name}, in chunks of {CHUNK}", chats[name], answer)
-
-
-Special = Callable[[Subject, TurboMindSide, Mapping[str, Messages], Mapping[str, Any], Mapping[str, Answer]], Case]
 
 
 def _stopped(subject: Subject, turbomind: TurboMindSide, chats: Any, requests: Any, answers: Any) -> Case:
     """The answer ends with the first stop token, which is its own third."""
-    name, (first, second, third, *_) = "turns", answers["turns"].tokens
-    (answer,) = turbomind.answers([Asked(requests[name], stop_token_ids=(third,))])
+    name, whole = "turns", answers["turns"].tokens[:3]
+    (answer,) = turbomind.answers([replace(requests[name], stop_token_ids=(whole[-1],))])
     case = subject.compare("a stop token", chats[name], answer)
-    whole = [first, second, third]
-    expected = whole[: whole.index(third) + 1]
+    expected = whole[: whole.index(whole[-1]) + 1]
     return _with_problem(case, answer.tokens == expected, f"its tokens are {answer.tokens}, expected {expected}")
 
 
 def _cancelled(subject: Subject, turbomind: TurboMindSide, chats: Any, requests: Any, answers: Any) -> Case:
     """One of two requests is cancelled; the other is answered as it is alone."""
-    name = "turns"
-    cancelled, other = turbomind.answers(
-        [Asked(requests["text"], new_tokens=64, cancel_after=2), Asked(requests[name])]
-    )
+    name, endless = "turns", replace(requests["text"], max_new_tokens=64, cancel_after=2)
+    cancelled, other = turbomind.answers([endless, requests[name]])
     case = subject.compare("beside a cancelled request", chats[name], other)
     case = _with_problem(case, cancelled.status == "CANCEL", f"the cancelled one ended with {cancelled.status}")
     return _with_problem(case, len(cancelled.tokens) < 64, f"the cancelled one has {len(cancelled.tokens)} tokens")
@@ -170,8 +166,8 @@ def _without_features(subject: Subject, turbomind: TurboMindSide, chats: Any, re
     """A request without its features gets other logits: they do reach the engine."""
     name = "one image"
     with_features = subject.compare("features reach the engine", chats[name], answers[name])
-    (answer,) = turbomind.answers([Asked({"input_ids": requests[name]["input_ids"]})])
-    without = subject.compare(name, chats[name], answer)
+    bare = replace(requests[name], input_embeddings=None, input_embedding_ranges=None)
+    without = subject.compare(name, chats[name], turbomind.answers([bare])[0])
     off = without.agreement.overall
     return _with_problem(with_features, off > 10 * BOUND, f"without its features they are {off:.3f} off")
 

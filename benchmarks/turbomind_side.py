@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
+
+from turbovit.engines.errors import RuntimeUnavailableError
 
 _ENGINE: dict[str, Any] = {
     "devices": [0],
@@ -20,21 +23,34 @@ _ENGINE: dict[str, Any] = {
     "cache_max_entry_count": 0.2,
     "enable_metrics": False,
 }
+_SESSIONS = itertools.count(1)  # the engine may still hold one whose last token has been seen
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request, and how it is to be answered.
+class Request:
+    """One prompt for a greedy answer.
 
     Attributes:
-        request: as `to_turbomind` returns it.
+        input_embeddings: [rows, hidden] each, at the ranges [begin, end) of `input_ids`.
+        logits: whether to give those of all tokens but the last.
         cancel_after: tokens after which the caller gives up.
+        generation: more of ``GenerationConfig``.
     """
 
-    request: Mapping[str, Any]
-    new_tokens: int = 6
+    input_ids: list[int]
+    input_embeddings: list[Tensor] | None = None
+    input_embedding_ranges: list[list[int]] | None = None
+    max_new_tokens: int = 8
     stop_token_ids: tuple[int, ...] = ()
+    logits: bool = False
     cancel_after: int | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any], **options: Any) -> Request:
+        """A request as `to_turbomind` returns it."""
+        rows, ranges = request.get("input_embeddings"), request.get("input_embedding_ranges")
+        return cls(list(request["input_ids"]), rows, ranges, **options)
 
 
 @dataclass(frozen=True)
@@ -49,26 +65,30 @@ class Answer:
 
     tokens: list[int]
     status: str
-    logits: Tensor
+    logits: Tensor | None = None
 
 
 class TurboMindSide:
-    """An engine over a checkpoint, with turbovit's language half where there is none of LMDeploy's.
+    """An engine over a checkpoint.
 
     Args:
         checkpoint: a folder.
         options: of ``TurbomindEngineConfig``, beside those of a small engine on one GPU.
+
+    Raises:
+        RuntimeUnavailableError: TurboMind's extension is not there.
     """
 
     def __init__(self, checkpoint: Path, **options: Any):
-        from turbovit.lmdeploy_ext import install
-
-        install()
+        from lmdeploy import turbomind
         from lmdeploy.messages import TurbomindEngineConfig
-        from lmdeploy.turbomind import TurboMind
 
+        if not turbomind.is_available():
+            raise RuntimeUnavailableError("TurboMind's extension did not import: no CUDA driver?") from (
+                turbomind._import_error
+            )
         config = TurbomindEngineConfig(**{**_ENGINE, **options})
-        self._engine = TurboMind(str(checkpoint), engine_config=config)
+        self._engine = turbomind.TurboMind(str(checkpoint), engine_config=config)
 
     def __enter__(self) -> TurboMindSide:
         return self
@@ -78,37 +98,38 @@ class TurboMindSide:
     ) -> None:
         self._engine.close()  # it must be gone before the interpreter is
 
-    def answers(self, batch: Sequence[Asked]) -> list[Answer]:
+    def answers(self, batch: Sequence[Request]) -> list[Answer]:
         """To requests that are sent at once."""
 
         async def together() -> list[Answer]:
-            return await asyncio.gather(*(self._answer(number, asked) for number, asked in enumerate(batch, 1)))
+            return await asyncio.gather(*map(self._answer, batch))
 
         return asyncio.run(together())
 
-    async def _answer(self, number: int, asked: Asked) -> Answer:
+    async def _answer(self, request: Request) -> Answer:
         from lmdeploy.messages import GenerationConfig
 
         config = GenerationConfig(
-            max_new_tokens=asked.new_tokens,
-            top_k=1,
-            stop_token_ids=list(asked.stop_token_ids) or None,
-            output_logits="all",
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=list(request.stop_token_ids) or None,
+            output_logits="all" if request.logits else None,
+            **{"top_k": 1, **request.generation},
         )
-        instance = self._engine.create_instance()
+        instance, session = self._engine.create_instance(), next(_SESSIONS)
         tokens: list[int] = []
         output: Any = None
         async for output in instance.async_stream_infer(
-            number,
-            asked.request["input_ids"],
-            input_embeddings=asked.request.get("input_embeddings"),
-            input_embedding_ranges=asked.request.get("input_embedding_ranges"),
+            session,
+            request.input_ids,
+            input_embeddings=request.input_embeddings,
+            input_embedding_ranges=request.input_embedding_ranges,
             gen_config=config,
             stream_output=True,
         ):
             tokens += output.token_ids
-            if asked.cancel_after is not None and len(tokens) >= asked.cancel_after:
-                await instance.async_cancel(number)
-        if output is None or output.logits is None:
-            raise RuntimeError(f"request {number} got no answer, its tokens so far: {tokens}")
-        return Answer(tokens, output.status.name, output.logits.float().clone())
+            if request.cancel_after is not None and len(tokens) >= request.cancel_after:
+                await instance.async_cancel(session)
+        if output is None:
+            raise RuntimeError(f"a request of {len(request.input_ids)} tokens got no answer")
+        logits = None if output.logits is None else output.logits.float().cpu().clone()
+        return Answer(tokens, output.status.name, logits)

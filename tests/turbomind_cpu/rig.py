@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from turbomind_cpu.build import build
 
+from turbovit.benchmarks.turbomind_side import Answer, Request
+
 CHILD = Path(__file__).with_name("child.py")
 TESTS = CHILD.parents[1]
 STAND_INS = "TURBOMIND_CPU_STAND_INS"  # set in a child that runs over stand-ins
@@ -104,30 +106,6 @@ class Rig:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt for a greedy answer."""
-
-    input_ids: list[int]
-    input_embeddings: list[torch.Tensor] | None = None  # [rows, hidden] each
-    input_embedding_ranges: list[list[int]] | None = None  # begin and end in `input_ids`
-    max_new_tokens: int = 8
-    stop_token_ids: tuple[int, ...] = ()
-    logits: bool = False  # of all tokens but the last
-    cancel_after: int | None = None  # tokens
-    generation: dict[str, Any] = field(default_factory=dict)  # more of GenerationConfig
-
-    @classmethod
-    def of(cls, request: dict[str, Any], **options: Any) -> Request:
-        """A request as `to_turbomind` returns it."""
-        return cls(
-            list(request["input_ids"]),
-            request.get("input_embeddings"),
-            request.get("input_embedding_ranges"),
-            **options,
-        )
-
-
-@dataclass(frozen=True)
 class Job:
     """An engine over a checkpoint, and rounds of requests; those of a round run at once, as one batch."""
 
@@ -135,12 +113,3 @@ class Job:
     rounds: list[list[Request]]
     engine: dict[str, Any] = field(default_factory=dict)  # of TurbomindEngineConfig
     within: str | None = None  # a context manager's `module:function`: LMDeploy as it is while the engine is made
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What TurboMind made of a request."""
-
-    tokens: list[int]
-    status: str  # name of an lmdeploy.messages.ResponseType
-    logits: torch.Tensor | None = None  # [prompt and answer without its last token, vocabulary] float32

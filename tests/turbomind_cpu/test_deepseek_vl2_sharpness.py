@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from turbomind_cpu.agreement import BOUND, agreement
 from turbomind_cpu.rig import Answer, Job, Request, Rig
 
-from turbovit.benchmarks.agreement import BOUND, Agreement, agreement
+from turbovit.benchmarks.agreement import Agreement
 from turbovit.benchmarks.reference_deepseek_vl2 import DeepseekVL2Reference
 from turbovit.export.samples import write_sample
 
@@ -41,11 +42,10 @@ def found(cpu_rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
 
 
 def compared(reference: DeepseekVL2Reference, answer: Answer) -> Agreement:
-    assert answer.logits is not None
     ids = torch.tensor([[*PROMPT, *answer.tokens[:-1]]])
     with torch.inference_mode():
         expected = reference.language(ids).logits[0]
-    return agreement(answer.tokens, answer.logits, expected)
+    return agreement(answer, expected)
 
 
 @pytest.mark.parametrize(("language", "name"), NAMES)
