@@ -18,6 +18,7 @@ from turbovit.engines import store as store_module
 from turbovit.engines.bundle import Bundle, Engine
 from turbovit.engines.encoder import TORCH_ENGINE
 from turbovit.engines.errors import CheckpointError
+from turbovit.export import build as build_module
 from turbovit.export.build import build
 from turbovit.export.checkpoint import Checkpoint, open_checkpoint
 from turbovit.export.plan import Plan, find_bundle, plan_build
@@ -153,18 +154,38 @@ def test_a_build_that_is_overtaken_leaves_nothing(any_checkpoint: Path, second: 
     assert [path for path in store.iterdir() if path.suffix != ".lock"] == []
 
 
-def test_processor_files_that_are_replaced_in_between_are_refused(any_checkpoint: Path, store: Path) -> None:
-    names = ("preprocessor_config.json", "processor_config.json")
-    files = [any_checkpoint / name for name in names if (any_checkpoint / name).is_file()]
+def note_in_processor_files(checkpoint: Path) -> None:
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (checkpoint / name).is_file():
+            text = json.loads((checkpoint / name).read_text(encoding="utf-8"))
+            (checkpoint / name).write_text(json.dumps(text | {"note": "another"}), encoding="utf-8")
+
+
+def test_processor_files_that_are_replaced_after_planning_are_refused(
+    any_checkpoint: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = build_module._copy_processor_files
+
+    def overtaken(source: Path, target: Path) -> None:
+        note_in_processor_files(any_checkpoint)
+        copy(source, target)
+
+    monkeypatch.setattr(build_module, "_copy_processor_files", overtaken)
+    with pytest.raises(CheckpointError, match=f"{CHANGED}: the processor files in {any_checkpoint}"):
+        build(any_checkpoint)
+    assert [path for path in store.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_processor_files_that_are_replaced_later_have_no_say(any_checkpoint: Path, store: Path) -> None:
+    expected = identity(any_checkpoint)
 
     def overtake(step: str) -> None:
         if step == "loading the vision weights":
-            for file in files:
-                file.write_text(json.dumps(json.loads(file.read_text()) | {"note": "another"}))
+            note_in_processor_files(any_checkpoint)
 
-    with pytest.raises(CheckpointError, match=f"{CHANGED}: the processor files in {any_checkpoint}"):
-        build(any_checkpoint, report=overtake)
-    assert [path for path in store.iterdir() if path.suffix != ".lock"] == []
+    bundle = build(any_checkpoint, report=overtake).bundle
+    assert bundle.manifest.identity == expected != identity(any_checkpoint)
+    assert not any("note" in path.read_text(encoding="utf-8") for path in (bundle.path / "processor").iterdir())
 
 
 def test_a_second_version_under_the_same_name_size_and_times_is_another(any_checkpoint: Path, second: Path) -> None:
