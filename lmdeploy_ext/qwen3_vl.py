@@ -87,10 +87,7 @@ class CompiledQwen3VL(CompiledVisionModel):
         return list(runs)
 
     def request_from_text(self, prompt: str, items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
-        pieces = re.split(f"({'|'.join(map(re.escape, _PADS))})", prompt)
-        ordered = _in_prompt_order([_PADS[piece] for piece in pieces[1::2]], items)
-        texts = (_text(one) for one in ordered)
-        text = "".join(next(texts) if piece in _PADS else piece for piece in pieces)
+        text, ordered = _expanded(prompt, items)
         return self._meta_request(text, ids_from_prompt(text, tokenizer), ordered)
 
     def request_from_ids(self, ids: list[int], items: Sequence[Item], tokenizer: Any) -> dict[str, Any]:
@@ -105,7 +102,8 @@ class CompiledQwen3VL(CompiledVisionModel):
         if len(pads) == len(items):
             text = text_from_ids(ids, tokenizer)
             if text is not None:
-                return {**self.request_from_text(text, items, tokenizer), "prompt": None}
+                text, ordered = _expanded(text, items)
+                return self._meta_request(None, ids_from_text(text, tokenizer), ordered)
             ordered = _in_prompt_order(pads, items)
             ids = expanded_ids(ids, kinds, [ids_from_text(_text(one), tokenizer) for one in ordered])
         else:
@@ -164,6 +162,14 @@ class CompiledQwen3VL(CompiledVisionModel):
         if size.get("shortest_edge", 0) > largest:  # so that a small picture is not blown up beyond all memory
             raise InputError(f"mm_processor_kwargs has {given!r} for {kind!r}, min_pixels can be at most {largest}")
         return {"size": size} if size else {}
+
+
+def _expanded(prompt: str, items: Sequence[Item]) -> tuple[str, list[Item]]:
+    """The prompt with all of its images and videos in it, and these in its order."""
+    pieces = re.split(f"({'|'.join(map(re.escape, _PADS))})", prompt)
+    ordered = _in_prompt_order([_PADS[piece] for piece in pieces[1::2]], items)
+    texts = (_text(one) for one in ordered)
+    return "".join(next(texts) if piece in _PADS else piece for piece in pieces), ordered
 
 
 def _kind(one: Item) -> str:
