@@ -95,6 +95,8 @@ def write_random_vision(folder: Path, levels: tuple[int, ...], **sizes: int) -> 
     config = {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": vision}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    video = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "video_processor_type": "Qwen3VLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | video))
     return visual
 
 
