@@ -83,9 +83,15 @@ def spliced(embeddings: Tensor, request: Mapping[str, Any]) -> Tensor:
 def chat_from_lmdeploy(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation in LMDeploy's form (with PIL images as ``image_data``) in Hugging Face's.
 
-    Of videos it has the places alone: a reference gets their frames as LMDeploy loads them.
+    Of videos it has the places alone: a reference gets their frames as LMDeploy loads them. A tool's answer that is a
+    string stays one: chat templates write lists as data.
     """
-    return [{**message, "content": _parts(message.get("content"))} for message in messages]
+
+    def content(message: Mapping[str, Any]) -> Any:
+        given = message.get("content")
+        return given if message["role"] == "tool" and isinstance(given, str) else _parts(given)
+
+    return [{**message, "content": content(message)} for message in messages]
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
