@@ -29,7 +29,7 @@ def check_turbomind(findings: Findings, device: torch.device, seconds: float) ->
         with findings.check("deepseek_vl2 tiny", f"TurboMind {language}", "answers") as details:
             _require_turbomind(device)
             if seconds < _SECONDS:
-                raise NotRunError(f"{max(seconds, 0):.0f} s of the time are left: give more with --seconds")
+                raise NotRunError(f"{max(seconds, 0):.0f} s of the time are left, {_SECONDS} s may be needed")
             details.append(_answers(language, device, seconds))
         seconds -= findings.checks[-1].seconds
 

@@ -95,7 +95,7 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     code, result = run(tmp_path, "--seconds", "0")
     assert code == 0
     assert not result["timings"]
-    left_out = {row["case"]: row for row in result["checks"]}
+    left_out = {row["case"]: row for row in result["checks"] if row["check"] != "answers"}
     assert list(left_out) == [f"{family.name} tiny" for family in FAMILIES]
     assert all(row["state"] == "not run" and "time" in row["detail"] for row in left_out.values())
 
