@@ -210,6 +210,7 @@ def _add_engines(
     entries = {name: FileEntry((folder / name).stat().st_size, file_sha256(folder / name)) for name in names}
     whole = Bundle(folder, replace(manifest, files=entries))
     prove(whole, [engine for engine in manifest.engines if engine not in bundle.manifest.engines], report)
+    plan.checkpoint.require_unmoved()
     write_manifest(folder, whole.manifest)
     return whole
 

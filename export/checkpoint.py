@@ -40,12 +40,14 @@ class Checkpoint:
         name: a hub id, or the folder's path.
         folder: without symbolic links, so that all that is read comes from one folder.
         reads: what stands for the set of weights to read, of `weight_maps`; None for the first.
+        opened_as: the path that led to the folder; None for a hub id.
     """
 
     name: str
     folder: Path
     config: dict[str, Any]
     reads: str | None = None
+    opened_as: Path | None = None
     _stated: dict[str, str] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
@@ -89,6 +91,18 @@ class Checkpoint:
         if not any((self.folder / file).is_file() for file in (SINGLE, INDEX)):
             fetch(self.name, [*SMALL_FILES, SERIES], missing, self.folder)
         return self
+
+    def require_unmoved(self) -> None:
+        """Make sure that the path that was opened still leads to this folder.
+
+        Raises:
+            CheckpointError: a link on its way leads elsewhere by now.
+        """
+        if self.opened_as is not None and self.opened_as.resolve() != self.folder:
+            raise CheckpointError(
+                f"the checkpoint changed while it was read: {self.opened_as} led to {self.folder}, and leads to "
+                f"{self.opened_as.resolve()} now; leave it alone, and run this again, or name the folder that is meant"
+            )
 
     def second_set(self, is_vision: Callable[[str], bool]) -> Checkpoint | None:
         """The same folder, read by the index, where it has a single file too and the index's files are there."""
@@ -143,10 +157,12 @@ class Checkpoint:
         """As `tensors`, in the order and by the names of `tensors_sha256`.
 
         Raises:
-            CheckpointError: at the end, where the bytes were not those that `tensors_sha256` gave the hash of.
+            CheckpointError: at the end, where the bytes were not those that `tensors_sha256` gave the hash of; or as
+                `require_unmoved`.
         """
         digest = hashlib.sha256()
         yield from self._hashed(names, called, digest)
+        self.require_unmoved()
         key, found = self._key(names, called), digest.hexdigest()
         expected = self._stated.setdefault(key, found)
         if found != expected:
@@ -194,16 +210,16 @@ def open_checkpoint(model: str | Path, is_vision: Callable[[str], bool] | None =
     Raises:
         CheckpointError: no such folder or id, or no config.
     """
-    folder = Path(model)
+    folder, opened_as = Path(model), None
     if folder.is_dir():
-        folder = folder.resolve()
+        opened_as, folder = folder.absolute(), folder.resolve()
         name = str(folder)
     else:
         name = str(model)
         require_hub_id(name)
         folder = fetch(name, SMALL_FILES, _missing_config).resolve()
     require_files(folder)
-    checkpoint = Checkpoint(name, folder, read_json(folder / "config.json"))
+    checkpoint = Checkpoint(name, folder, read_json(folder / "config.json"), opened_as=opened_as)
     return checkpoint.with_weights(is_vision) if is_vision else checkpoint
 
 

@@ -66,34 +66,54 @@ def during_reading(monkeypatch: pytest.MonkeyPatch, then: Callable[[], Any]) -> 
     monkeypatch.setattr(Checkpoint, "_read", read)
 
 
-def test_a_link_is_followed_once(any_checkpoint: Path, second: Path, tmp_path: Path) -> None:
-    latest = tmp_path / "latest"
-    latest.symlink_to(any_checkpoint)
-    plan = planned(latest)
-    latest.unlink()
-    latest.symlink_to(second)
-    assert same_tower(loaded(plan), tower_of(any_checkpoint))
-    assert plan.manifest.source.name == str(any_checkpoint)
-    assert identity(latest) == identity(second) != plan.manifest.identity
-
-
-def test_a_link_that_moves_while_it_is_read_changes_nothing(
-    any_checkpoint: Path, second: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["never", "while it is hashed", "before it loads", "while it loads"])
+def test_a_link_that_moves_is_refused(
+    any_checkpoint: Path, second: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
+    """Until then all is read of the folder that it led to at first; a folder above may be the link."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / any_checkpoint.name).symlink_to(any_checkpoint)
+    (tmp_path / "latest").symlink_to(tmp_path / "runs")
+    latest = tmp_path / "latest" / any_checkpoint.name
     expected = identity(any_checkpoint)
-    latest = tmp_path / "latest"
-    latest.symlink_to(any_checkpoint)
 
     def move() -> None:
         latest.unlink()
         latest.symlink_to(second)
 
     shutil.rmtree(tmp_path / "home")  # so that it is read, not known
-    during_reading(monkeypatch, move)
+    if when == "while it is hashed":
+        during_reading(monkeypatch, move)
     plan = planned(latest)
-    assert latest.resolve() == second
+    assert plan.manifest.source.name == str(any_checkpoint)
     assert plan.manifest.identity == expected
-    assert same_tower(loaded(plan), tower_of(any_checkpoint))
+    if when == "before it loads":
+        move()
+    if when == "while it loads":
+        during_reading(monkeypatch, move)
+    moved = f"{CHANGED}: {latest} led to {any_checkpoint}, and leads to {second} now"
+    if when == "never":
+        assert same_tower(loaded(plan), tower_of(any_checkpoint))
+    else:
+        with pytest.raises(CheckpointError, match=moved):
+            loaded(plan)
+        assert identity(latest) == identity(second) != expected
+
+
+def test_a_link_that_moves_after_the_weights_were_read_leaves_no_bundle(
+    tiny_gemma3: Path, store: Path, tmp_path: Path
+) -> None:
+    latest, second = tmp_path / "latest", as_second_version(tiny_gemma3, tmp_path / "second")
+    latest.symlink_to(tiny_gemma3)
+
+    def overtake(step: str) -> None:
+        if step == "hashing the files":
+            latest.unlink()
+            latest.symlink_to(second)
+
+    with pytest.raises(CheckpointError, match=f"{CHANGED}: {latest} led to {tiny_gemma3}"):
+        build(latest, report=overtake)
+    assert [path for path in store.iterdir() if path.suffix != ".lock"] == []
 
 
 def test_weights_behind_a_link_are_those_that_were_hashed(any_checkpoint: Path, second: Path, tmp_path: Path) -> None:
