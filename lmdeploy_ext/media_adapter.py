@@ -26,7 +26,7 @@ from turbovit.engines.limits import RequestPixels, check_bytes, check_frames
 from turbovit.engines.media_files import is_data_url, parts_of_data_url, read_file
 from turbovit.engines.preprocessor import Video
 from turbovit.lmdeploy_ext.conversation import MEDIA, MediaPart
-from turbovit.lmdeploy_ext.local_media import allowed_path, local_path
+from turbovit.lmdeploy_ext.local_media import AllowedMedia, allowed_path, local_path
 
 # As `adapter.PRIVATE_PARTS`.
 PRIVATE_PARTS: dict[str, tuple[str, ...]] = {
@@ -236,7 +236,8 @@ def patch_url_loading() -> None:
         path = local_path(url)
         if path is not None:
             path = allowed_path(path, allowed_media_domains)
-            if strict:
+            # What was checked is what is read: LMDeploy itself would cut a path at # or ?.
+            if strict or isinstance(allowed_media_domains, AllowedMedia):
                 return media_io.load_bytes(_file_of(url, path))
         return fetch(url, media_io, allowed_media_domains)
 
@@ -303,8 +304,10 @@ def _check_source(part: Any) -> None:
         )
     elif kind.startswith("video"):
         expected = (str,)
-    if not isinstance(source, expected):
-        raise InputError(f"its source is a {type(source).__name__}, expected {words}")
+    empty = source is None or (isinstance(source, str) and not source)
+    if empty or not isinstance(source, expected):
+        found = "missing or empty" if empty else f"a {type(source).__name__}"
+        raise InputError(f"its source is {found}, expected {words}")
 
 
 def _count(part: Mapping[str, Any], request: RequestPixels) -> None:

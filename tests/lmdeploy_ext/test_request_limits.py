@@ -207,12 +207,15 @@ def test_image_data_are_never_a_path(data: Any, refused: Refused) -> None:
         assert "etc" not in words
 
 
-@pytest.mark.parametrize("source", [5, ["secret"], {"a": "secret"}, None, True])
+@pytest.mark.parametrize("source", [5, ["secret"], {"a": "secret"}, None, "", True])
 @pytest.mark.parametrize("kind", ["image_url", "image", "video_url", "video"])
 def test_a_source_that_is_no_url_is_refused_and_not_quoted(kind: str, source: Any, refused: Refused) -> None:
+    found = f"a {type(source).__name__}" if source else "missing or empty"
     for given in (source, {"url": source}):
         words = refused([user({"type": kind, kind: given})])
-        assert words.startswith(f"message 0 (user), {kind.split('_')[0]} 1")
+        # a dict that is the source itself would be one of options
+        problem = " has 'a', which" if given == {"a": "secret"} else f": its source is {found}, expected "
+        assert words.startswith(f"message 0 (user), {kind.split('_')[0]} 1{problem}")
         assert "secret" not in words
 
 
@@ -243,6 +246,24 @@ def test_links_and_dots_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
             assert "secret" not in str(refusal.value)
     assert allowed_path("/etc/passwd", None) == "/etc/passwd"
     assert allowed_path("/etc/passwd", ["example.com"]) == "/etc/passwd"
+
+
+def test_other_models_of_a_server_read_what_was_checked(tmp_path: Path, qwen3_vl: Pair) -> None:
+    """LMDeploy cuts a path at # and ?, and opens what is left of it."""
+    from lmdeploy.serve.processors import multimodal
+    from lmdeploy.vl.media.image import ImageMediaIO
+
+    inside, secret = tmp_path / "media", tmp_path / "secret.png"
+    inside.mkdir()
+    noise(32, 32, 0).save(inside / "a#b.png")
+    noise(16, 16, 1).save(secret)
+    os.mkfifo(inside / "pipe")
+    rule, other = AllowedMedia((), inside), ImageMediaIO()
+    urls = [str(inside / "a#b.png"), (inside / "a#b.png").as_uri()]
+    for url in [*urls, *(f"{secret}{sign}/../media/a#b.png" for sign in "#?\n")]:
+        assert multimodal.load_from_url(url, other, rule).size == (32, 32)
+    with pytest.raises(InputError, match="it is a pipe, expected a regular file"):
+        multimodal.load_from_url(str(inside / "pipe"), other, rule)
 
 
 def test_paths_are_told_from_urls() -> None:
