@@ -56,10 +56,18 @@ def encoded_video(data: bytes) -> EncodedVideo:
         raise InputError("the video is empty (0 bytes)")
     with _opened(data) as container:
         stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise InputError("the video is damaged, or of a codec that is not known here")
         fps = float(stream.average_rate or stream.guessed_rate or 0)
         seconds = (container.duration or 0) / _MICROSECONDS
         check_image_size((stream.width, stream.height))
-        return EncodedVideo(data, stream.width, stream.height, stream.frames or round(seconds * fps), fps)
+        frames = stream.frames or round(seconds * fps)
+        if frames < 1:
+            raise InputError(
+                "the video's header does not say how many frames it has or how long it lasts, as that of a recording "
+                "that was never finished, or of a picture: write the file anew (ffmpeg -i OLD -c copy NEW)"
+            )
+        return EncodedVideo(data, stream.width, stream.height, frames, fps)
 
 
 def count_frames(video: EncodedVideo) -> int:

@@ -135,8 +135,8 @@ def _remedy(name: Any, path: tuple[str, ...], options: Sequence[Option]) -> str:
     """What to write instead: the option of that name where it works, else all that there are."""
     with_effect = [option for option in options if option.effect]
     in_python = path[0] == ENCODE
-    near = [option for option in with_effect if (option.path[0] == ENCODE) == in_python] or with_effect
-    meant = [option.form for option in near if option.path[-1] == name]
+    near = [option for option in with_effect if (option.path[0] == ENCODE) == in_python]
+    meant = [option.form for option in near or with_effect if option.path[-1] == name]
     if meant:
         return f"which does nothing there: use {' or '.join(meant)}"
     if near:

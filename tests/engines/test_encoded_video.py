@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from turbovit.engines.encoded_video import count_frames, encoded_video
 from turbovit.engines.errors import InputError
@@ -87,6 +88,41 @@ def test_what_is_no_video_is_refused_and_not_quoted(data: bytes) -> None:
     with pytest.raises(InputError, match=r"empty|no known format|holds no video") as refusal:
         encoded_video(data)
     assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["a picture", "a recording that goes on"])
+def test_what_does_not_say_how_long_it_lasts_is_refused(kind: str) -> None:
+    data = BytesIO()
+    if kind == "a picture":
+        Image.fromarray(blocks(1)[0]).save(data, "PNG")
+    else:
+        data = written_to_a_pipe()
+    with pytest.raises(InputError, match="does not say how many frames it has or how long it lasts"):
+        encoded_video(data.getvalue())
+
+
+def written_to_a_pipe() -> BytesIO:
+    """A WebM as browsers record it: what writes it cannot go back to its header."""
+    data = BytesIO()
+
+    class Pipe:
+        def write(self, piece: bytes) -> int:
+            return data.write(piece)
+
+    with av.open(Pipe(), "w", format="webm") as output:
+        stream = output.add_stream("libvpx-vp9", rate=FPS)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        for frame in blocks(4):
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        output.mux(stream.encode())
+    return data
+
+
+def test_an_unknown_codec_is_refused(videos: dict[str, bytes]) -> None:
+    """Also where damage makes it one."""
+    data = videos["H.264 mp4, index in front"]
+    with pytest.raises(InputError, match="of a codec that is not known here"):
+        encoded_video(data.replace(b"avc1", b"zzzz"))
 
 
 def test_sound_alone_is_no_video() -> None:
