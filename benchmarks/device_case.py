@@ -23,7 +23,7 @@ from turbovit.export.certify import Pair, describe, output_error, within_bound
 
 THREADS = 8
 _SIZES = ((200, 136), (140, 220))  # width, height of the images that the threads encode
-_ROUNDS = 3  # of runs whose results are looked at: a captured graph comes in at the third at the latest
+ROUNDS = 3  # of runs whose results are looked at: a captured graph comes in at the third at the latest
 _SEPARATION = 10  # features of another image must be this many times farther than what is taken for rounding
 
 
@@ -71,8 +71,8 @@ def close_to_reference(precision: str, outputs: Mapping[str, Tensor], expected: 
             raise CertificationError(f"{name} is off: {error}")
 
 
-def check_threads(bundle: Bundle, runner: Runner, rounds: int = _ROUNDS) -> str:
-    """Eight threads encode an image each on one encoder, every other one on a CUDA stream of its own.
+def check_threads(bundle: Bundle, runner: Runner, threads: int = THREADS, rounds: int = ROUNDS) -> str:
+    """Threads encode an image each on one encoder, every other one on a CUDA stream of its own.
 
     Args:
         rounds: how often every image is encoded.
@@ -82,9 +82,9 @@ def check_threads(bundle: Bundle, runner: Runner, rounds: int = _ROUNDS) -> str:
         CertificationError: a thread got what is not its image's.
     """
     encoder = Encoder(bundle, runner)
-    images = [_picture(seed) for seed in range(THREADS)]
+    images = [_picture(seed) for seed in range(threads)]
     alone = [encoder.encode([image])[0].features.float() for image in images]
-    apart = min(_distance(alone[i], alone[j]) for i in range(THREADS) for j in range(i))
+    apart = min(_distance(alone[i], alone[j]) for i in range(threads) for j in range(i))
     rounding = max(_distance(encoder.encode([images[0]])[0].features.float(), alone[0]), 1e-6)
     if apart < _SEPARATION * rounding:
         raise NotRunError(f"the images' features differ by {apart:.1e} alone, rounding is {rounding:.1e}")
@@ -94,14 +94,14 @@ def check_threads(bundle: Bundle, runner: Runner, rounds: int = _ROUNDS) -> str:
             features = encoder.encode([images[number]])[0].features.float()
             return _distance(features, alone[number])
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        worst = max(pool.map(encode, list(range(THREADS)) * rounds))
+    with ThreadPoolExecutor(threads) as pool:
+        worst = max(pool.map(encode, list(range(threads)) * rounds))
     if worst > apart / _SEPARATION:
         raise CertificationError(f"a thread's features are {worst:.1e} off, another image's {apart:.1e}")
-    return f"{THREADS * rounds} runs at most {worst:.1e} off; other images are {apart:.1e} away"
+    return f"{threads * rounds} runs at most {worst:.1e} off; other images are {apart:.1e} away"
 
 
-def check_ownership(runner: Runner, pairs: Sequence[Pair]) -> str:
+def check_ownership(runner: Runner, pairs: Sequence[Pair], rounds: int = ROUNDS) -> str:
     """Features stay as they are while others are computed, inputs may be changed at once, outputs are the caller's.
 
     Looked at on the smallest of the samples.
@@ -115,11 +115,11 @@ def check_ownership(runner: Runner, pairs: Sequence[Pair]) -> str:
     first = runner.run(inputs)[name]
     kept = first.clone()
     others = {key: 255 - tensor if tensor.dtype == torch.uint8 else tensor for key, tensor in inputs.items()}
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         runner.run(others)
     _require(torch.equal(first, kept), "features changed while others were computed")
     rounding = _distance(runner.run(inputs)[name], kept)
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         passing = {key: tensor.clone() for key, tensor in inputs.items()}
         got = runner.run(passing)[name]
         for tensor in passing.values():

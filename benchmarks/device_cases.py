@@ -11,6 +11,7 @@ import torch
 
 from turbovit.benchmarks.contenders import Call, contenders, open_engine, torch_runner
 from turbovit.benchmarks.device_case import (
+    ROUNDS,
     THREADS,
     Case,
     check_ownership,
@@ -70,11 +71,14 @@ class Options:
             raise NotRunError(f"left out for lack of time: {left:.0f} s are left, {seconds:.0f} s may be needed")
 
     @property
+    def glance(self) -> bool:
+        """Whether every check is made once, as times and graphs are not what a quick look at a CPU is about."""
+        return self.quick and self.device.type == "cpu"
+
+    @property
     def rounds(self) -> int:
-        """Of each timing. A quick look at a CPU is not about its times."""
-        if self.quick:
-            return 3 if self.device.type == "cuda" else 1
-        return 20
+        """Of each timing."""
+        return 1 if self.glance else 3 if self.quick else 20
 
 
 def cases(options: Options, families: Sequence[str], folder: Path) -> list[Case]:
@@ -148,13 +152,14 @@ def _check_engine(
 def _check_runner(
     options: Options, bundle: Bundle, runner: Runner, case: Case, subject: str, findings: Findings
 ) -> None:
+    threads, rounds = (2, 1) if options.glance else (THREADS, ROUNDS)
     with runner:
-        with findings.check(case.name, subject, f"{THREADS} threads") as details:
+        with findings.check(case.name, subject, "threads") as details:
             options.require_time(_FOR_TINY)
-            details.append(check_threads(bundle, runner, rounds=1 if options.quick else 3))
+            details.append(check_threads(bundle, runner, threads, rounds))
         with findings.check(case.name, subject, "ownership") as details:
             options.require_time(_FOR_TINY)
-            details.append(check_ownership(runner, read_reference(bundle)))
+            details.append(check_ownership(runner, read_reference(bundle), rounds))
 
 
 def _time(options: Options, case: Case, bundle: Bundle, findings: Findings) -> None:

@@ -58,7 +58,7 @@ def passed(subjects: Iterable[str]) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_every_check_of_a_cpu_passes_for_every_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In float32 and both halves. About 90 s on two cores that do nothing else, half of it Gemma 3's 4,096 patches."""
+    """In float32 and both halves. Two minutes of CPU time, half of them Gemma 3's 4,096 patches and the exports."""
     before = dict(os.environ)
     code, result = run(tmp_path)
     assert code == 0
@@ -71,7 +71,7 @@ def test_every_check_of_a_cpu_passes_for_every_family(tmp_path: Path, capsys: py
         assert states(rows, case, "written") == passed(["sample"])
         assert states(rows, case, "certificate") == passed(TORCH)
         assert states(rows, case, "build, certificate") == passed(ENGINES)
-        for check in ("8 threads", "ownership"):
+        for check in ("threads", "ownership"):
             assert states(rows, case, check) == passed(TORCH | ENGINES)
         equal = states(rows, case, "equal output")
         assert equal.pop("torch.compile fp32") == "not run"
@@ -95,7 +95,7 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     code, result = run(tmp_path, "--seconds", "0")
     assert code == 0
     assert not result["timings"]
-    left_out = {row["case"]: row for row in result["checks"] if row["check"] != "answers"}
+    left_out = {row["case"]: row for row in result["checks"] if row["check"] != "answers"}  # TurboMind's, for GPUs
     assert list(left_out) == [f"{family.name} tiny" for family in FAMILIES]
     assert all(row["state"] == "not run" and "time" in row["detail"] for row in left_out.values())
 
