@@ -12,6 +12,7 @@ from turbovit.engines.errors import UnsupportedBackendError
 from turbovit.engines.families import load
 from turbovit.lmdeploy_ext.turbomind_models.kernels import Kernels, kernels
 from turbovit.lmdeploy_ext.turbomind_models.models import LANGUAGE_HALVES, LanguageHalf
+from turbovit.lmdeploy_ext.turbomind_models.parts import part_problems
 
 # What is set of the extension's own structs, which name no signatures.
 _FIELDS: dict[str, tuple[str, ...]] = {
@@ -37,18 +38,19 @@ _PARTS = {
 def register() -> None:
     """Put the language halves into TurboMind's registries, where its extension is there to run them.
 
-    An architecture that LMDeploy has a model of keeps that.
+    An architecture that LMDeploy has a model of keeps that, and a TurboMind that is not as it was in 0.18.0 gets none.
     """
-    if import_module("lmdeploy.turbomind")._tm is None:
+    if import_module("lmdeploy.turbomind")._tm is None or part_problems(_folder()):
         return
     from lmdeploy.turbomind.models.base import INPUT_MODELS
     from lmdeploy.turbomind.supported_models import SUPPORTED_ARCHS
 
-    for half in LANGUAGE_HALVES.values():
+    for architecture, half in LANGUAGE_HALVES.items():
         if half.key not in SUPPORTED_ARCHS:
             INPUT_MODELS.register_module(name=half.name, module=source_model(half), force=True)
             SUPPORTED_ARCHS[half.key] = half.name
-    _keep_fallback()
+            SUPPORTED_ARCHS.setdefault(architecture, half.name)  # LMDeploy's key where a config names it
+            _keep_fallback(half)
 
 
 @functools.cache
@@ -72,7 +74,7 @@ def turbomind_parts() -> SimpleNamespace:
 
 def installed_kernels() -> Kernels | None:
     """What the extension was compiled for."""
-    return kernels(Path(str(import_module("lmdeploy.turbomind").__file__)).parent)
+    return kernels(_folder())
 
 
 def field_problems() -> list[str]:
@@ -114,18 +116,21 @@ def require_expert_kernels(ctx: Any) -> None:
         )
 
 
-def _keep_fallback() -> None:
+def _folder() -> Path:
+    return Path(str(import_module("lmdeploy.turbomind").__file__)).parent
+
+
+def _keep_fallback(half: LanguageHalf) -> None:
     """Text models of the same name still fall back to the PyTorch engine, as before their key was taken."""
     from lmdeploy.archs import get_model_arch
     from lmdeploy.turbomind import supported_models
 
     supported = supported_models.is_supported
-    ours = {half.key: half.model_type for half in LANGUAGE_HALVES.values()}
 
     @functools.wraps(supported)
     def supported_if_ours(model_path: str, trust_remote_code: bool = False) -> bool:
         key, config = get_model_arch(model_path, trust_remote_code=trust_remote_code)
-        if key in ours and config.model_type != ours[key]:
+        if key == half.key and config.model_type != half.model_type:
             return False
         return supported(model_path, trust_remote_code=trust_remote_code)
 

@@ -37,7 +37,7 @@ def language_config(config: Any) -> DeepseekVL2LanguageConfig:
     """
     from turbovit.lmdeploy_ext.deepseek_vl2_config import DeepseekVL2LanguageConfig
 
-    given = config["language_config"] if isinstance(config, Mapping) else config.language_config
+    given: Any = config.get("language_config") if isinstance(config, Mapping) else config.language_config
     return given if isinstance(given, DeepseekVL2LanguageConfig) else DeepseekVL2LanguageConfig(**given)
 
 
@@ -52,7 +52,7 @@ def config_problems(config: Mapping[str, Any], kernels: Kernels | None) -> list[
 
     try:
         text = language_config(config)
-    except (StrictDataclassError, ValueError, TypeError) as error:
+    except (StrictDataclassError, ValueError, TypeError, LookupError, ArithmeticError) as error:  # as transformers may
         return [f"its language_config cannot be read: {' '.join(str(error).split())}"]
     problems = ["its weights are quantised; TurboMind's half takes 16-bit and 32-bit ones"] * _is_quantised(config)
     for name, taken in _TAKEN.items():
@@ -148,7 +148,8 @@ def _rope_type(text: DeepseekVL2LanguageConfig) -> str:
 
 
 def _is_quantised(config: Any) -> bool:
-    """Whether there is a ``quantization_config`` at any depth."""
+    """Whether there is a ``quantization_config`` at any depth; null is none."""
     if not isinstance(config, Mapping):
         return False
-    return "quantization_config" in config or any(_is_quantised(value) for value in config.values())
+    own = config.get("quantization_config") is not None
+    return own or any(_is_quantised(value) for value in config.values())

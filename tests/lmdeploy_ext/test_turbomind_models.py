@@ -124,6 +124,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mla", {"rope_scaling": {"type": "yarn", "factor": 40.0}}, "its rope is scaled .'yarn'."),
     ("mla", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
     ("mla", {"num_attention_heads": "two"}, "its language_config cannot be read: .*num_attention_heads"),
+    ("mha", {"num_attention_heads": 0}, "its language_config cannot be read: .*zero"),
+    ("mla", {"rope_scaling": {"type": "yarn"}}, "its language_config cannot be read: .*factor"),
 ]
 
 
@@ -141,6 +143,15 @@ def test_weights_quantised_at_the_top_of_the_config_are_seen_too(samples: dict[s
     assert config_problems(config, WHEEL) == [
         "its weights are quantised; TurboMind's half takes 16-bit and 32-bit ones"
     ]
+
+
+def test_a_quantisation_of_null_is_none(samples: dict[str, Path]) -> None:
+    assert config_problems({**config_of(samples["mha"]), "quantization_config": None}, WHEEL) == []
+
+
+def test_a_config_without_a_language_half_is_one_line() -> None:
+    (problem,) = config_problems({"architectures": [ARCHITECTURE]}, WHEEL)
+    assert problem.startswith("its language_config cannot be read: ")
 
 
 def test_dtypes_follow_the_gpu() -> None:

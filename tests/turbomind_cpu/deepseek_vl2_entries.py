@@ -52,6 +52,9 @@ def failed_starts(checkpoint: Path, folder: Path) -> Iterator[tuple[str, str]]:
     lite = changed(checkpoint, folder / "lite", lambda config: (config.clear(), config.update(text)))
     yield "V2-Lite", raised(lambda: TurboMindSide(lite))
     yield "V2-Lite's backend", autoget_backend(str(lite))
+    named = {"architectures": ["DeepseekVLV2ForCausalLM"]}  # as transformers writes it where a model is saved again
+    saved = changed(checkpoint, folder / "saved", lambda config: config.update(named))
+    yield "saved again's backend", autoget_backend(str(saved))
 
 
 def raised(start: Callable[[], Any]) -> str:

@@ -85,6 +85,7 @@ def test_starts_that_cannot_work_raise_and_later_ones_do(entries: dict[str, Any]
     assert found["tensor missing"] == "KeyError: 'language.model.norm.weight'"
     assert found["V2-Lite"].startswith("ValueError: turbovit's language half for TurboMind is DeepSeek-VL2's")
     assert found["V2-Lite's backend"] == "pytorch"
+    assert found["saved again's backend"] == "turbomind"
 
 
 @pytest.fixture(scope="module")
