@@ -76,8 +76,9 @@ def check_turbomind_start(model: str, config: Any) -> None:
     half = own_language_half(str(checkpoint.architecture))
     if half is None:
         return
+    stored = load(f"{half.limits}:stored_dtype")(checkpoint.config)
     for capability in sorted(capabilities(config.devices)):
-        dtype = load(f"{half.limits}:dtype_on")(capability, config.dtype, checkpoint.config.get("torch_dtype"))
+        dtype = load(f"{half.limits}:dtype_on")(capability, config.dtype, stored)
         problem = load(f"{half.limits}:dtype_problem")(dtype, capability)
         if problem:
             raise UnsupportedBackendError(problem)

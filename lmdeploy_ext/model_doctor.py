@@ -140,7 +140,7 @@ def _turbomind(architecture: str, config: Mapping[str, Any], has_bundle: bool) -
         detail = f"{lacks}; its requests are built and checked, its answers are not to be had"
         yield Diagnosis(section, f"{architecture} end to end", "missing", detail)
     elif half is not None:
-        yield from _dtypes(half, config.get("torch_dtype"))
+        yield from _dtypes(half, load(f"{half.limits}:stored_dtype")(config))
         there = {"its CUDA extension": not problem, "a CUDA device": bool(gpus()), "a bundle": has_bundle}
         needed = " and ".join(what for what, is_there in there.items() if not is_there)
         detail = f"it needs {needed} besides" if needed else f"with turbovit's own language half, which {NEVER_RUN}"

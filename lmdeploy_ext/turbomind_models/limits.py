@@ -24,6 +24,7 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
 }
 _ROUTING = {"greedy": "softmax", "noaux_tc": "sigmoid"}  # topk_method to scoring_func
 _HALF_BYTES = 2
+_WIDTH = 32  # the grouped products of experts sum over both widths, in steps of it (not on sm90)
 
 
 def language_config(config: Any) -> DeepseekVL2LanguageConfig:
@@ -84,12 +85,17 @@ def dtype_problem(dtype: str, capability: tuple[int, int]) -> str | None:
     return None
 
 
+def stored_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that a config.json names; transformers called the entry ``torch_dtype`` before 4.56."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def dtype_on(capability: tuple[int, int], wanted: str, stored: str | None) -> str:
     """The dtype that LMDeploy's TurboMind takes on a GPU.
 
     Args:
         wanted: ``auto``, ``float16`` or ``bfloat16``.
-        stored: the ``torch_dtype`` of the checkpoint's config.
+        stored: as `stored_dtype` gives it.
     """
     if capability < (8, 0):
         return "float16"
@@ -124,6 +130,10 @@ def _latent_problems(text: DeepseekVL2LanguageConfig) -> list[str]:
 
 def _routing_problems(text: DeepseekVL2LanguageConfig, kernels: Kernels | None) -> list[str]:
     experts, chosen = text.n_routed_experts, text.num_experts_per_tok
+    widths = {name: getattr(text, name) for name in ("hidden_size", "moe_intermediate_size")}
+    uneven = [f"its {name} is {width}" for name, width in widths.items() if width % _WIDTH]
+    if uneven:
+        return [f"{' and '.join(uneven)}; TurboMind's experts take multiples of {_WIDTH}"]
     if _ROUTING.get(str(text.topk_method)) != text.scoring_func or not experts or not chosen:
         known = " or ".join(f"{method} with {scores}" for method, scores in _ROUTING.items())
         return [f"its experts are chosen by {text.topk_method} with {text.scoring_func}, expected {known}"]

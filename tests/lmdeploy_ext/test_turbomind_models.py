@@ -29,6 +29,7 @@ from turbovit.lmdeploy_ext.turbomind_models.limits import (
     dtype_problem,
     folded_bytes,
     language_config,
+    stored_dtype,
 )
 from turbovit.lmdeploy_ext.turbomind_models.parts import PARTS, part_problems
 
@@ -113,6 +114,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mla", {"scoring_func": "sigmoid"}, "chosen by greedy with sigmoid"),
     ("base", {"scoring_func": "tanh"}, "chosen by noaux_tc with tanh"),
     ("base", {"num_experts_per_tok": 6}, "chooses 6 of 64 experts with a correction bias; .* 4 of 64 or 8 of 160"),
+    ("mha", {"moe_intermediate_size": 60}, "moe_intermediate_size is 60; .* multiples of 32"),
     ("mha", {"num_experts_per_tok": 9}, "chooses 9 of 16 experts; .* at most .*8 of 64"),
     ("mha", {"num_experts_per_tok": 5}, "chooses 5 of 16 experts; this TurboMind adds up 1, 2, 4, 6, 8, 10"),
     ("mha", {"n_routed_experts": 18}, "chooses 6 of 18 experts; .* whole fours"),
@@ -152,6 +154,12 @@ def test_a_quantisation_of_null_is_none(samples: dict[str, Path]) -> None:
 def test_a_config_without_a_language_half_is_one_line() -> None:
     (problem,) = config_problems({"architectures": [ARCHITECTURE]}, WHEEL)
     assert problem.startswith("its language_config cannot be read: ")
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_stored_dtype_has_two_names(name: str) -> None:
+    assert stored_dtype({name: "float16"}) == "float16"
+    assert stored_dtype({}) is None
 
 
 def test_dtypes_follow_the_gpu() -> None:
