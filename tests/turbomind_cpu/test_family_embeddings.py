@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 SEVERAL = ("llama4", "gemma3")  # an image has a range for each of its tiles or crops
 HIDDEN, VOCABULARY = 64, 2048  # of the families' tiny samples
-CHAT = [user(text("this"), image(noise(200, 120, 1)), text("and that"), image(noise(200, 500, 2)), text("?"))]
+CHAT = [user(text("this"), image(noise(200, 120, 1)), text("and that"), image(noise(300, 900, 2)), text("?"))]
 ENGINE = {"session_len": 4096, "max_prefill_token_num": 2048}
 
 
