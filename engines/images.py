@@ -10,10 +10,10 @@ An image is taken in bands of rows, so that beside the file's pixels and the res
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -26,6 +26,7 @@ from turbovit.engines.media_files import read_file
 logger = logging.getLogger("turbovit")
 
 Alpha = Literal["white", "drop"]
+T = TypeVar("T")
 ImageLike = Image.Image | np.ndarray | str | Path | EncodedImage
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
@@ -67,19 +68,14 @@ def rgb_from_image(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
 def readable_rgb(image: ImageLike, alpha: Alpha = "white") -> Image.Image:
     """As `rgb_from_image`, for reading only: an image that is upright RGB already is not copied, but given back."""
     if isinstance(image, (str, Path)):
-        try:
-            return rgb_from_bytes(read_file(image), alpha)
-        except InputError as error:
-            raise InputError(f"{str(image)!r}: {error}") from None
-    if isinstance(image, EncodedImage):
-        image = open_image(image.data)
-    elif isinstance(image, np.ndarray):
-        image = _image_from_array(image)
-    elif not isinstance(image, Image.Image):
-        raise InputError(f"an image is a PIL image, a uint8 array or a path, got {type(image).__name__}")
-    check_image_size(image.size)
-    _load(image)
-    return _upright_rgb(image, alpha)
+        return _of_file(image, lambda encoded: readable_rgb(encoded, alpha))
+    picture = _checked(image)
+    if isinstance(picture, EncodedImage):
+        opened = open_image(picture.data)
+        check_image_size(opened.size)  # what is decoded may be another size than the header's
+        picture = opened
+    _load(picture)
+    return _upright_rgb(picture, alpha)
 
 
 def rgb_from_bytes(data: bytes, alpha: Alpha = "white") -> Image.Image:
@@ -89,17 +85,7 @@ def rgb_from_bytes(data: bytes, alpha: Alpha = "white") -> Image.Image:
 
 def checked_size(image: ImageLike) -> tuple[int, int]:
     """Width and height of an image, which is not decoded for it; raises as `rgb_from_image`."""
-    if isinstance(image, (str, Path)):
-        try:
-            return encoded_image(read_file(image)).size
-        except InputError as error:
-            raise InputError(f"{str(image)!r}: {error}") from None
-    if isinstance(image, np.ndarray):
-        image = _image_from_array(image)
-    elif not isinstance(image, (Image.Image, EncodedImage)):
-        raise InputError(f"an image is a PIL image, a uint8 array or a path, got {type(image).__name__}")
-    check_image_size(image.size)
-    return image.size
+    return _of_file(image, checked_size) if isinstance(image, (str, Path)) else _checked(image).size
 
 
 def array_from_rgb(image: Image.Image) -> np.ndarray:
@@ -109,6 +95,24 @@ def array_from_rgb(image: Image.Image) -> np.ndarray:
     for band, (_, top, _, bottom) in _bands(image):
         array[top:bottom] = np.asarray(band)
     return array
+
+
+def _of_file(path: str | Path, use: Callable[[EncodedImage], T]) -> T:
+    """What `use` makes of an image file; errors name it."""
+    try:
+        return use(encoded_image(read_file(path)))
+    except InputError as error:
+        raise InputError(f"{str(path)!r}: {error}") from None
+
+
+def _checked(image: ImageLike) -> Image.Image | EncodedImage:
+    """An image that is no path, of an allowed size; an array becomes a PIL image."""
+    if isinstance(image, np.ndarray):
+        image = _image_from_array(image)
+    elif not isinstance(image, (Image.Image, EncodedImage)):
+        raise InputError(f"an image is a PIL image, a uint8 array or a path, got {type(image).__name__}")
+    check_image_size(image.size)
+    return image
 
 
 def _load(image: Image.Image) -> None:
