@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from turbovit.benchmarks.findings import Findings, NotRunError
+from turbovit.benchmarks.turbomind_answers import LANGUAGES
 from turbovit.engines.errors import CertificationError, RuntimeUnavailableError
 
-_LANGUAGES = ("mha", "mla", "base")
 _SECONDS = 40  # that must be left to begin one
 
 
@@ -25,7 +25,7 @@ def check_turbomind(findings: Findings, device: torch.device, seconds: float) ->
     Args:
         seconds: that are left; those that do not fit are not run.
     """
-    for language in _LANGUAGES:
+    for language in LANGUAGES:
         with findings.check("deepseek_vl2 tiny", f"TurboMind {language}", "answers") as details:
             _require_turbomind(device)
             if seconds < _SECONDS:

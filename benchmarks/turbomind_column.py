@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turbovit.benchmarks.turbomind_answers import LANGUAGES
+
 CASE = "images in two turns"
-_LANGUAGES = ("mha", "mla", "base")
 _SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "turbomind_cpu" / "run.py"
 _TARGET = "turbovit.benchmarks.turbomind_answers:command"
 _CANNOT = 3  # what the script ends with where it can run nothing
@@ -36,7 +37,7 @@ class TurboMindColumn:
     failed: bool = False
 
 
-def turbomind_column(family: str, directory: Path, languages: Sequence[str] = _LANGUAGES) -> TurboMindColumn:
+def turbomind_column(family: str, directory: Path, languages: Sequence[str] = LANGUAGES) -> TurboMindColumn:
     """Run TurboMind for a family, in `directory`.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from turbovit.benchmarks import device_turbomind, turbomind_answers
+from turbovit.benchmarks import turbomind_answers
 from turbovit.benchmarks.agreement import BOUND, LAG_BOUND, ROW_BOUND, Agreement, agreement
 from turbovit.benchmarks.device_turbomind import check_turbomind
 from turbovit.benchmarks.findings import Findings
@@ -101,4 +101,4 @@ def test_each_language_half_is_run_in_a_process_of_its_own(monkeypatch: pytest.M
     assert "1 of 1 conversations are not the reference's: text" in mla.detail
     assert "its process ended with -6: a; b; Check failed: success" in base.detail
     module = [sys.executable, "-m", "turbovit.benchmarks.turbomind_answers"]
-    assert asked == [(module, "6")] * len(device_turbomind._LANGUAGES)
+    assert asked == [(module, "6")] * len(turbomind_answers.LANGUAGES)
