@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turbovit.engines.errors import CheckpointError, UnsupportedBackendError, UnsupportedModelError
 from turbovit.engines.families import FamilyRow, family_from_architecture, load
@@ -21,6 +21,9 @@ from turbovit.lmdeploy_ext.capability import own_language_half
 from turbovit.lmdeploy_ext.memory import capabilities
 from turbovit.lmdeploy_ext.pytorch_engine import CUSTOM_MODULE_MAP_FILE, has_compiled_vision
 from turbovit.lmdeploy_ext.turbomind_models import NEVER_RUN
+
+if TYPE_CHECKING:
+    from turbovit.export.checkpoint import Checkpoint
 
 _VARIABLES = "TURBOVIT_"  # what the names of turbovit's environment variables begin with
 
@@ -68,13 +71,9 @@ def check_turbomind_start(model: str, config: Any) -> None:
     Raises:
         UnsupportedBackendError: it has no kernels for its dtype on a GPU here.
     """
-    from turbovit.export.checkpoint import open_checkpoint
-
-    if served_family(model) is None:
-        return
-    checkpoint = open_checkpoint(model)
-    half = own_language_half(str(checkpoint.architecture))
-    if half is None:
+    checkpoint = _served_checkpoint(model)
+    half = None if checkpoint is None else own_language_half(str(checkpoint.architecture))
+    if checkpoint is None or half is None:
         return
     stored = load(f"{half.limits}:stored_dtype")(checkpoint.config)
     for capability in sorted(capabilities(config.devices)):
@@ -90,10 +89,17 @@ def check_turbomind_start(model: str, config: Any) -> None:
 
 def served_family(model: str | Path) -> FamilyRow | None:
     """The family that serves a checkpoint; None where there is none, or no checkpoint that turbovit can read."""
+    checkpoint = _served_checkpoint(model)
+    return None if checkpoint is None else family_from_architecture(checkpoint.architecture)
+
+
+def _served_checkpoint(model: str | Path) -> Checkpoint | None:
     from turbovit.export.checkpoint import open_checkpoint
 
     with contextlib.suppress(CheckpointError, UnsupportedModelError):
-        return family_from_architecture(open_checkpoint(model).architecture)
+        checkpoint = open_checkpoint(model)
+        family_from_architecture(checkpoint.architecture)
+        return checkpoint
     return None
 
 

@@ -53,11 +53,7 @@ def _kernels_as_of(file: Path, _: int) -> Kernels:
         routers = {found.groups() for found in _ROUTER.finditer(data)}
         sums = {int(found.group(1)) for found in _REDUCE.finditer(data)}
         heads = {int(found.group(1)) for found in _HEADS.finditer(data)}
-    sizes = {
-        biased: frozenset((int(most), int(of)) for own, most, of in routers if own == biased)
-        for biased in (
-            None,
-            b"NoAuxTC",
-        )
-    }
-    return Kernels(sizes[None], sizes[b"NoAuxTC"], frozenset(sums), frozenset(heads))
+    by_softmax, with_bias = (
+        frozenset((int(most), int(of)) for own, most, of in routers if bool(own) is biased) for biased in (False, True)
+    )
+    return Kernels(by_softmax, with_bias, frozenset(sums), frozenset(heads))
